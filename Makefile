@@ -1,0 +1,70 @@
+# What torch is installed as. It comes first: whatever depends on torch would else choose one.
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+# OpenMP threads that wait by sleeping: spinning ones starve every other process on a small machine.
+export OMP_WAIT_POLICY = PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export HOTBUNK_PURE
+
+BIN := .venv/bin
+# What the environment was made from; when it changes, the environment is brought up to date.
+KEY := $(shell { echo '$(TORCH)|$(PYTHON)|$(CURDIR)|$(HOTBUNK_PURE)'; find pyproject.toml csrc -type f \
+	\( -name '*.toml' -o -name '*.[ch]' -o -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh' \
+	-o -name CMakeLists.txt -o -name '*.cmake' \) -not -path '*/CMakeFiles/*' \
+	-not -name cmake_install.cmake -print | sort | xargs sha256sum; } | sha256sum | cut -c1-16)
+STAMP := .venv/.made-from-$(KEY)
+
+.PHONY: help venv test check lint types layers format demo wheel clean
+
+help:
+	@echo 'make venv    the environment in .venv, with an editable install'
+	@echo 'make test    the tests (PYTEST_ARGS="-k name" for some of them)'
+	@echo 'make check   ruff, mypy, layers'
+	@echo 'make format  let ruff rewrite the files'
+	@echo 'make demo    a short training run into runs/demo'
+	@echo 'make wheel   sdist and wheels into dist/, each installed and tried in a bare environment'
+	@echo 'make clean   remove what the others made'
+
+venv: $(STAMP)
+	@:
+
+$(STAMP):
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -qq '$(TORCH)'
+	$(BIN)/pip install -qq -e '.[torch,dev]'
+	rm -f .venv/.made-from-*
+	touch $@
+
+test: venv
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+check: lint types layers
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: venv
+	$(BIN)/mypy
+
+layers: venv
+	$(BIN)/lint-imports --no-cache
+
+format: venv
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+demo: venv
+	$(BIN)/hotbunk train out=runs/demo
+
+wheel: venv
+	bash scripts/check_wheel.sh
+
+clean:
+	rm -rf .venv build dist src/hotbunk/_native
+	rm -rf csrc/.cmake csrc/CMakeCache.txt csrc/CMakeFiles csrc/CMakeInit.txt csrc/cmake_install.cmake csrc/build.ninja \
+		csrc/Makefile csrc/.ninja_deps csrc/.ninja_log csrc/.skbuild-info.json csrc/install_manifest*.txt
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

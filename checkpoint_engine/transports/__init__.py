@@ -1,0 +1,1 @@
+"""Ways to move weights, one module each; found through the `hotbunk.transports` entry points."""

@@ -1,0 +1,106 @@
+"""A module's tensors, laid into an arena: every one of them, not only parameters.
+
+Buffers, rotary caches and tensors kept as plain attributes are state that no sync brings back, so
+they are laid beside the parameters, as regions that survive every release. Tensor objects keep
+their identity, and whatever shared storage before (ties, views) shares it afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hotbunk.rollout.contract import Placement
+from hotbunk.rollout.errors import Unsupported
+from hotbunk.rollout.memory import ALIGN, Arena, MemoryPool, Survival
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``: the name that travels."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from(name: str) -> torch.dtype:
+    """The inverse of :func:`dtype_name`. :raises Unsupported: not an element type of torch."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise Unsupported(f"element type {name!r}", "torch")
+    return dtype
+
+
+def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every tensor a module holds: ``(name, tensor, is_parameter)``, tied ones under each name."""
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in child._parameters.items():
+            if parameter is not None:
+                yield dot + name, parameter, True
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                yield dot + name, buffer, False
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Tensor):
+                yield dot + name, value, False
+
+
+class ModuleBinding:
+    """A module whose tensors lie in one arena of ``pool``.
+
+    ``parameters`` maps each name to its tensor (tied names to the same bytes), ``state`` likewise
+    everything else. Addresses never change.
+    """
+
+    def __init__(self, module: nn.Module, pool: MemoryPool, tag: str, group: str) -> None:
+        self.parameters: dict[str, torch.Tensor] = {}
+        self.state: dict[str, torch.Tensor] = {}
+        holders: dict[int, list[torch.Tensor]] = {}
+        labels: dict[int, tuple[str, bool]] = {}
+        for name, tensor, is_parameter in named_state(module):
+            (self.parameters if is_parameter else self.state)[name] = tensor
+            key = tensor.untyped_storage().data_ptr()
+            if not tensor.untyped_storage().nbytes():
+                continue
+            if is_parameter and not tensor.is_contiguous():
+                raise Unsupported("non-contiguous parameters", "module binding", name)
+            holders.setdefault(key, []).append(tensor)
+            first, content = labels.get(key, (name, False))
+            labels[key] = (first, content or is_parameter)
+        sizes = {key: held[0].untyped_storage().nbytes() for key, held in holders.items()}
+        need = sum(-(-size // ALIGN) * ALIGN for size in sizes.values())
+        self.arena: Arena = pool.arena(tag, need, group)
+        for key, held in holders.items():
+            name, content = labels[key]
+            survival = Survival.CONTENT if content else Survival.STATE
+            region = self.arena.add(name, sizes[key], survival)
+            raw = torch.frombuffer(self.arena.view(region), dtype=torch.uint8)
+            old = torch.empty(0, dtype=torch.uint8).set_(held[0].untyped_storage())
+            raw.copy_(old)
+            storage = raw.untyped_storage()
+            shapes = [(t, t.storage_offset(), t.size(), t.stride()) for t in held]
+            for tensor, offset, size, stride in shapes:
+                view = torch.empty(0, dtype=tensor.dtype)
+                tensor.data = view.set_(storage, offset, size, stride)
+
+    def placements(self) -> dict[str, Placement]:
+        """What a sync may write, by name: parameters, and buffers that have a name."""
+        return {
+            name: Placement(
+                dtype_name(t.dtype), tuple(t.shape), max(t.data_ptr() - self.arena.address, -1)
+            )
+            for name, t in {**self.state, **self.parameters}.items()
+            if t.is_contiguous()
+        }
+
+    def required(self) -> list[frozenset[str]]:
+        """The contents a full sync must bring: tied names together."""
+        ties: dict[int, set[str]] = {}
+        for name, tensor in self.parameters.items():
+            ties.setdefault(tensor.data_ptr(), set()).add(name)
+        return [frozenset(names) for names in ties.values()]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor of that name, wherever it is kept."""
+        found = self.parameters.get(name)
+        return self.state[name] if found is None else found

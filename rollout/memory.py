@@ -1,0 +1,417 @@
+"""Memory that can be taken away: an arena per tag and weight group, at addresses that stay.
+
+:class:`MemoryPool` is what engines and trainers hold; :class:`HostPool` keeps it in private
+anonymous mappings of this process. An arena's regions are bound once; a release writes what must
+survive into an unlinked file (so a killed process leaves nothing behind), gives the pages back and
+makes the range untouchable: a stray read is a fault, not silent zeros. A resume maps it again and
+restores. "Resident" is always what the operating system says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from hotbunk.rollout.contract import ArenaReport, MemoryReport, Retention
+from hotbunk.rollout.errors import (
+    HostOutOfMemory,
+    MemoryFault,
+    ReleaseIncomplete,
+    ResumeOutOfMemory,
+    SessionError,
+)
+
+PAGE = mmap.PAGESIZE
+ALIGN = 256  # bytes; every region starts at a multiple of it
+PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
+MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE = 0x02, 0x20, 0x4000
+MADV_DONTNEED, MADV_HUGEPAGE = 4, 14
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_longlong,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Survival(StrEnum):
+    """What becomes of a region's content when its arena is discarded."""
+
+    CONTENT = "content"  # forgotten: a sync brings it back
+    STATE = "state"  # kept through every release: buffers, rotary caches, scales
+
+
+class Region(msgspec.Struct, frozen=True):
+    """A named range of an arena, in bytes."""
+
+    name: str
+    offset: int
+    nbytes: int
+    survival: Survival = Survival.CONTENT
+
+
+def _round_up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+def resident_bytes(ranges: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Resident bytes of address ranges ``name -> (start, end)``, read from ``/proc/self/smaps``.
+
+    Ranges must be page-aligned and not share a mapping with anything else.
+    """
+    found = dict.fromkeys(ranges, 0)
+    inside = ""
+    with open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("Rss:"):
+                if inside:
+                    found[inside] += int(line.split()[1]) * 1024
+            elif line[0] in "0123456789abcdef" and "-" in line.split(" ", 1)[0]:
+                low, high = (int(x, 16) for x in line.split(" ", 1)[0].split("-"))
+                inside = ""
+                for name, (start, end) in ranges.items():
+                    if start <= low and high <= end:
+                        inside = name
+                        break
+    return found
+
+
+class Arena(ABC):
+    """One range of addresses for one tag and weight group. Regions never move."""
+
+    tag: str
+    group: str
+    size: int
+    address: int
+    regions: dict[str, Region]
+
+    @abstractmethod
+    def add(self, name: str, nbytes: int, survival: Survival = Survival.CONTENT) -> Region:
+        """Take the next range. :raises MemoryFault: the arena is full, or the name is taken."""
+
+    @property
+    @abstractmethod
+    def released(self) -> bool:
+        """Whether its memory is given away."""
+
+    @abstractmethod
+    def view(self, region: Region | None = None) -> memoryview:
+        """Writable bytes. Stays valid over release and resume; touching it between is a fault."""
+
+
+class MemoryPool(ABC):
+    """Arenas that can be released and resumed, all or none of a call's."""
+
+    @abstractmethod
+    def arena(self, tag: str, nbytes: int, group: str = "") -> Arena:
+        """Reserve a new arena of at least ``nbytes``. :raises MemoryFault: it exists."""
+
+    @abstractmethod
+    def release(
+        self, tags: Collection[str], retention: Mapping[str, Retention] | Retention
+    ) -> MemoryReport:
+        """Give back every arena of the tags.
+
+        ``retention`` is one for all, or one per weight group. Released arenas follow a stricter
+        retention: DISCARD drops a backup.
+
+        :raises HostOutOfMemory: no room for the backups; nothing was released.
+        :raises ReleaseIncomplete: the OS still counts pages.
+        """
+
+    @abstractmethod
+    def resume(self, tags: Collection[str]) -> MemoryReport:
+        """Map every released arena of the tags and restore what was kept.
+
+        :raises ResumeOutOfMemory: everything this call mapped is released again.
+        """
+
+    @abstractmethod
+    def memory(self) -> MemoryReport:
+        """What is reserved, resident and backed up now."""
+
+    @abstractmethod
+    def check_invariants(self) -> None:
+        """:raises AssertionError: an arena and the OS disagree."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Unmap everything. Views held by others must not be touched afterwards."""
+
+
+class HostArena(Arena):
+    """An arena in a private anonymous mapping, fenced by a page on either side."""
+
+    def __init__(self, tag: str, nbytes: int, group: str) -> None:
+        self.tag, self.group = tag, group
+        self.size = _round_up(max(nbytes, 1), PAGE)
+        self.regions = {}
+        self.used = 0
+        self.backup: _Backup | None = None
+        self._released = False
+        span = self.size + 2 * PAGE  # the fences keep the kernel from merging mappings
+        flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
+        base = _libc.mmap(None, span, PROT_NONE, flags, -1, 0)
+        if base == _MAP_FAILED:
+            raise MemoryFault(
+                f"cannot reserve {span} bytes of addresses: {os.strerror(ctypes.get_errno())}"
+            )
+        self._base, self._span = base, span
+        self.address = base + PAGE
+        self._buffer = (ctypes.c_char * self.size).from_address(self.address)
+        self.protect(PROT_READ | PROT_WRITE)
+        _libc.madvise(self.address, self.size, MADV_HUGEPAGE)  # a hint: kernels may lack it
+
+    @property
+    def released(self) -> bool:
+        return self._released
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """Addresses ``[start, end)``."""
+        return self.address, self.address + self.size
+
+    def add(self, name: str, nbytes: int, survival: Survival = Survival.CONTENT) -> Region:
+        if name in self.regions:
+            raise MemoryFault(f"arena {self.tag}/{self.group} already has a region {name!r}")
+        offset = _round_up(self.used, ALIGN)
+        if offset + nbytes > self.size:
+            raise MemoryFault(
+                f"arena {self.tag}/{self.group} has {self.size - offset} bytes left and "
+                f"{name!r} needs {nbytes}"
+            )
+        region = self.regions[name] = Region(name, offset, nbytes, survival)
+        self.used = offset + nbytes
+        return region
+
+    def view(self, region: Region | None = None) -> memoryview:
+        whole = memoryview(self._buffer).cast("B")
+        return whole if region is None else whole[region.offset : region.offset + region.nbytes]
+
+    def protect(self, protection: int) -> None:
+        """Change what may be done with the pages. :raises MemoryFault: the kernel says no."""
+        if _libc.mprotect(self.address, self.size, protection):
+            raise MemoryFault(
+                f"mprotect of {self.tag}/{self.group}: {os.strerror(ctypes.get_errno())}"
+            )
+
+    def drop_pages(self) -> None:
+        """Give the pages back and fence the range off."""
+        if _libc.madvise(self.address, self.size, MADV_DONTNEED):
+            raise MemoryFault(
+                f"madvise of {self.tag}/{self.group}: {os.strerror(ctypes.get_errno())}"
+            )
+        self.protect(PROT_NONE)
+        self._released = True
+
+    def map_pages(self) -> None:
+        """Make the range usable again, empty."""
+        self.protect(PROT_READ | PROT_WRITE)
+        self._released = False
+
+    def close(self) -> None:
+        """Return the addresses."""
+        if self.backup is not None:
+            self.backup.close()
+        _libc.munmap(self._base, self._span)
+
+
+class _Backup:
+    """What a release keeps, in an unlinked file. ``whole``: all content, not only state."""
+
+    def __init__(self, arena: HostArena, directory: str, *, whole: bool) -> None:
+        self.whole = whole
+        self.ranges: list[tuple[int, int]] = (
+            [(0, arena.used)]
+            if whole
+            else [
+                (r.offset, r.nbytes) for r in arena.regions.values() if r.survival is Survival.STATE
+            ]
+        )
+        self.nbytes = sum(n for _, n in self.ranges)
+        # Lives as long as the backup does; it has no name, so nothing outlives the process.
+        self._file = tempfile.TemporaryFile(dir=directory, prefix="hotbunk-")  # noqa: SIM115
+        view = arena.view()
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, max(self.nbytes, 1))
+            for offset, nbytes in self.ranges:
+                _write_all(self._file.fileno(), view[offset : offset + nbytes])
+        except OSError as error:
+            self._file.close()
+            free = os.statvfs(directory)
+            raise HostOutOfMemory(self.nbytes, free.f_bavail * free.f_frsize) from error
+
+    def restore(self, arena: HostArena) -> None:
+        """Read everything back."""
+        view = arena.view()
+        self._file.seek(0)
+        for offset, nbytes in self.ranges:
+            part, done = view[offset : offset + nbytes], 0
+            while done < nbytes:
+                got = os.readv(self._file.fileno(), [part[done:]])
+                if not got:
+                    raise MemoryFault(f"the backup of {arena.tag}/{arena.group} is cut short")
+                done += got
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+class HostPool(MemoryPool):
+    """Arenas in this process's own anonymous memory.
+
+    :param backup_dir: where backups are written (default: the system's temporary folder). On a
+        machine without accelerators a backup in RAM would save nothing.
+    """
+
+    #: Share of an arena that the OS may still count after a release, before it is an error.
+    RESIDUAL = 0.05
+
+    def __init__(self, backup_dir: Path | None = None) -> None:
+        self._arenas: dict[tuple[str, str], HostArena] = {}
+        self._dir = str(backup_dir or tempfile.gettempdir())
+
+    def arena(self, tag: str, nbytes: int, group: str = "") -> HostArena:
+        if (tag, group) in self._arenas:
+            raise MemoryFault(f"the pool already has an arena {tag}/{group}")
+        arena = self._arenas[tag, group] = HostArena(tag, nbytes, group)
+        return arena
+
+    def drop(self, arena: Arena) -> None:
+        """Take one arena out of the pool and unmap it."""
+        self._arenas.pop((arena.tag, arena.group)).close()
+
+    def release(
+        self, tags: Collection[str], retention: Mapping[str, Retention] | Retention
+    ) -> MemoryReport:
+        before = self.memory()
+        plan: list[tuple[HostArena, Retention, _Backup | None]] = []
+        try:
+            for arena in self._of(tags):
+                kept = (
+                    retention
+                    if isinstance(retention, Retention)
+                    else retention.get(arena.group, Retention.DISCARD)
+                )
+                if kept is Retention.RESIDENT or (arena.released and kept is Retention.BACKUP):
+                    continue
+                made = None
+                if not arena.released:
+                    made = _Backup(arena, self._dir, whole=kept is Retention.BACKUP)
+                plan.append((arena, kept, made))
+        except HostOutOfMemory:
+            for _, _, made in plan:
+                if made is not None:
+                    made.close()
+            raise
+        expected = 0
+        resident = {(a.tag, a.group): a.resident for a in before.arenas}
+        for arena, _, made in plan:
+            if made is None:
+                self._forget_content(arena)
+                continue
+            arena.backup = made
+            expected += resident[arena.tag, arena.group]
+            arena.drop_pages()
+        after = self.memory()
+        left = {(a.tag, a.group): a.resident for a in after.arenas}
+        freed = before.resident() - after.resident()
+        residue = sum(left[a.tag, a.group] for a, _, made in plan if made is not None)
+        if residue > self.RESIDUAL * max(expected, 1):
+            raise ReleaseIncomplete(expected, expected - residue)
+        return msgspec.structs.replace(after, freed=max(freed, 0))
+
+    @staticmethod
+    def _forget_content(arena: HostArena) -> None:
+        """DISCARD of an arena that is backed up: only its state is kept on."""
+        old = arena.backup
+        if old is None or not old.whole:
+            return
+        keep = [r for r in arena.regions.values() if r.survival is Survival.STATE]
+        old.whole, old.ranges = False, [(r.offset, r.nbytes) for r in keep]
+        blobs = [os.pread(old._file.fileno(), r.nbytes, r.offset) for r in keep]
+        old._file.seek(0)
+        old._file.truncate(0)
+        for blob in blobs:
+            _write_all(old._file.fileno(), memoryview(blob))
+        old.nbytes = sum(len(b) for b in blobs)
+
+    def resume(self, tags: Collection[str]) -> MemoryReport:
+        before = self.memory()
+        mapped: list[HostArena] = []
+        try:
+            for arena in self._of(tags):
+                if arena.released:
+                    arena.map_pages()
+                    mapped.append(arena)
+            for arena in mapped:
+                if arena.backup is not None:
+                    arena.backup.restore(arena)
+        except MemoryFault as error:
+            for arena in mapped:
+                arena.drop_pages()
+            free = os.sysconf("SC_AVPHYS_PAGES") * PAGE
+            needed = sum(a.size for a in mapped)
+            raise ResumeOutOfMemory(",".join(tags), needed, free) from error
+        for arena in mapped:  # backups are dropped last, when nothing can fail any more
+            if arena.backup is not None:
+                arena.backup.close()
+                arena.backup = None
+        after = self.memory()
+        return msgspec.structs.replace(after, mapped=after.resident() - before.resident())
+
+    def memory(self) -> MemoryReport:
+        counted = resident_bytes({"/".join(k): a.range for k, a in self._arenas.items()})
+        return MemoryReport(
+            tuple(
+                ArenaReport(
+                    a.tag,
+                    a.group,
+                    a.size,
+                    counted["/".join(k)],
+                    a.backup.nbytes if a.backup else 0,
+                )
+                for k, a in self._arenas.items()
+            )
+        )
+
+    def check_invariants(self) -> None:
+        for report in self.memory().arenas:
+            arena = self._arenas[report.tag, report.group]
+            assert report.resident <= arena.size, f"{report} counts pages that are not its own"
+            if arena.released:
+                assert report.resident == 0, f"{report} is released and resident"
+                assert arena.backup is not None, f"{report} is released and kept no state"
+            else:
+                assert arena.backup is None, f"{report} is mapped and still has a backup"
+
+    def close(self) -> None:
+        for arena in list(self._arenas.values()):
+            self.drop(arena)
+
+    def _of(self, tags: Collection[str]) -> list[HostArena]:
+        if isinstance(tags, str):
+            raise SessionError(f"tags must be a list, not the string {tags!r}")
+        return [a for a in self._arenas.values() if a.tag in tags]

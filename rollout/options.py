@@ -1,0 +1,35 @@
+"""Plain mappings into frozen, typed options; unknown keys are refused with the closest match."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from hotbunk.rollout.errors import ConfigError, closest
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def convert(values: Mapping[str, Any], into: type[T], where: str) -> T:
+    """``values`` as an instance of the struct ``into``.
+
+    :raises ConfigError: an unknown key, a missing one, or a value of the wrong type; the message
+        names the key.
+    """
+    known = [field.name for field in msgspec.structs.fields(into)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(
+                f"unknown option {key!r}{closest(str(key), known)}",
+                where=where,
+                remedy=f"options are {', '.join(known)}",
+            )
+    try:
+        return msgspec.convert(dict(values), into)
+    except msgspec.ValidationError as error:
+        # __post_init__ errors arrive wrapped; ours already say all there is to say
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__.at(where) from None
+        raise ConfigError(str(error), where=where) from error

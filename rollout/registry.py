@@ -1,0 +1,101 @@
+"""Backends and transports by name, through entry points.
+
+A factory imports its heavy package inside itself, so asking for a name costs nothing until the
+thing is built, and asking for one that cannot be built says which pip extra brings it.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Protocol, cast
+
+from hotbunk.rollout.contract import Engine, Ticket, Transfer
+from hotbunk.rollout.errors import BackendNotFound, MissingExtra, closest
+
+BACKENDS = "hotbunk.backends"
+TRANSPORTS = "hotbunk.transports"
+
+# The module whose absence means "this extra is not installed", and the extra's name.
+_EXTRAS = {
+    "torch": "reference",
+    "transformers": "reference",
+    "safetensors": "reference",
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "tensorrt_llm": "trtllm",
+    "vllm_ascend": "ascend",
+    "verl": "verl",
+    "ray": "ray",
+    "nixl": "nixl",
+    "mooncake": "mooncake",
+}
+
+
+class TransportFactory(Protocol):
+    """What a transport's entry point gives: the receiving side needs only ``open``."""
+
+    @staticmethod
+    def open(ticket: Ticket) -> Transfer:
+        """Open the receiver's end of the sync that the ticket names."""
+        ...
+
+
+def names(group: str) -> list[str]:
+    """Registered names, sorted."""
+    return sorted(point.name for point in entry_points(group=group))
+
+
+def _find(group: str, name: str) -> EntryPoint:
+    kind = group.rsplit(".", 1)[1].rstrip("s")
+    for point in entry_points(group=group):
+        if point.name == name:
+            return point
+    known = names(group)
+    raise BackendNotFound(
+        f"no {kind} named {name!r}{closest(name, known)}",
+        remedy=f"installed: {', '.join(known) or 'none'}",
+    )
+
+
+def _load(group: str, name: str) -> Any:
+    point = _find(group, name)
+    try:
+        return point.load()
+    except ModuleNotFoundError as error:
+        raise missing(name, error) from error
+
+
+def missing(name: str, error: ModuleNotFoundError) -> MissingExtra | ModuleNotFoundError:
+    """The error that names the extra bringing the absent module (or the error itself)."""
+    extra = _EXTRAS.get((error.name or "").split(".")[0])
+    if extra is None:
+        return error
+    return MissingExtra(
+        f"{name!r} needs the package {error.name!r}, which is not installed",
+        remedy=f"pip install 'hotbunk[{extra}]'",
+    )
+
+
+def create_backend(name: str, **options: Any) -> Engine:
+    """Build (not start) a backend.
+
+    :raises BackendNotFound: no such name.
+    :raises MissingExtra: its package is not installed.
+    :raises ConfigError: an option it does not know.
+    """
+    factory = _load(BACKENDS, name)
+    try:
+        return cast(Engine, factory(**options))
+    except ModuleNotFoundError as error:
+        raise missing(name, error) from error
+
+
+def load_transport(name: str) -> Any:
+    """A transport's class."""
+    return _load(TRANSPORTS, name)
+
+
+def open_transfer(ticket: Ticket) -> Transfer:
+    """The receiver's end of a sync, opened in this process."""
+    factory: TransportFactory = load_transport(ticket.transport)
+    return factory.open(ticket)

@@ -1,0 +1,653 @@
+"""One running engine, with all the rules.
+
+A :class:`Replica` lives in the engine's own process and is the only one that drives its backend:
+clients may reach the engine without passing a manager, and the manager may die, so the authority
+over pauses, states, versions and the dirty mark is here. Status and abort never wait for its lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+from hotbunk.rollout import errors
+from hotbunk.rollout.calls import bounded
+from hotbunk.rollout.contract import (
+    FULL,
+    TARGET,
+    AbortReport,
+    BackendStatus,
+    Cache,
+    Capabilities,
+    Digests,
+    Engine,
+    GenerateRequest,
+    MemoryReport,
+    PauseMode,
+    PauseReport,
+    Retention,
+    Scope,
+    ScopeKind,
+    Support,
+    Tag,
+    Ticket,
+    TokenChunk,
+    Transfer,
+    UpdateReport,
+    Version,
+    parse_tags,
+)
+from hotbunk.rollout.gate import CALLER, SLEEP, Entry, Gate, Stage
+from hotbunk.rollout.lifecycle import KV, Residency, Weights, groups_of
+from hotbunk.rollout.registry import open_transfer
+from hotbunk.rollout.watch import WatchedTransfer
+
+T = TypeVar("T")
+
+
+class Health(StrEnum):
+    """Whether anything can be asked of a replica."""
+
+    OK = "ok"
+    POISONED = "poisoned"  # a full update heals it
+    LOST = "lost"  # only a restart heals it
+
+
+class Deadlines(msgspec.Struct, frozen=True):
+    """Seconds each kind of step may take. ``hold`` is how long a request waits at the gate."""
+
+    hold: float = 600.0
+    drain: float = 60.0
+    memory: float = 120.0
+    update: float = 600.0
+    inspect: float = 2.0
+    grace: float = 5.0  # for a cancelled engine call to come back before the engine is lost
+
+
+class PauseInfo(msgspec.Struct, frozen=True):
+    """A pause that is held, as status tells it."""
+
+    owner: str
+    mode: PauseMode
+    seconds: float
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """One coherent snapshot of what a replica knows, and what its engine answered."""
+
+    name: str
+    health: Health
+    groups: Mapping[str, str]
+    versions: Mapping[str, Version]
+    kv: KV
+    pauses: tuple[PauseInfo, ...]
+    held: tuple[str, ...]
+    running: tuple[str, ...]
+    is_paused: bool
+    is_sleeping: bool
+    servable: bool
+    backend: BackendStatus
+
+
+class TimelineEvent(msgspec.Struct, frozen=True):
+    """One verb that ended: seconds on ``time.perf_counter``'s clock."""
+
+    name: str
+    start: float
+    seconds: float
+    error: str = ""
+
+
+class Replica:
+    """The gate, the state table, the version and the deadlines in front of one backend.
+
+    :param fed_groups: weight groups that some sync feeds; others are never discarded. Default:
+        those the backend declares.
+    """
+
+    def __init__(
+        self,
+        backend: Engine,
+        *,
+        name: str = "replica0",
+        deadlines: Deadlines | None = None,
+        fed_groups: Collection[str] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.name = name
+        self.deadlines = deadlines or Deadlines()
+        self.timeline: deque[TimelineEvent] = deque(maxlen=10_000)
+        self._fed_groups = fed_groups
+        self._gate = Gate(self.deadlines.hold)
+        self._lock = asyncio.Lock()
+        self._lost = ""
+        self._sleep_level: int | None = None
+        self._engine_open = True  # the engine may start steps
+        self._quiet = False  # its last pause came to an end: no step runs
+        self._pausing = 0  # engine pauses under way
+        self._fingerprints: dict[str, int] = {}
+        self._residency: Residency
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the backend declares."""
+        return self.backend.capabilities
+
+    async def start(self) -> None:
+        """Start the backend and take its word for what is loaded."""
+        await self.backend.start()
+        caps = self.capabilities
+        fed = self._fed_groups
+        if fed is None:
+            fed = [group for group, feedable in caps.groups.items() if feedable]
+        said = await self._call("status", self.backend.status(), self.deadlines.inspect)
+        self._residency = Residency(
+            {group: said.versions.get(group) for group in caps.groups},
+            fed=fed,
+            retentions=caps.retentions,
+        )
+
+    async def close(self) -> None:
+        """End every request, then the backend. Idempotent."""
+        self._lost = self._lost or "closed"
+        self._gate.let_go("the replica was closed")
+        await self.backend.close()
+
+    # -- the five verbs -----------------------------------------------------------------------
+
+    async def resume(self, tags: Collection[str] | None = None) -> MemoryReport:
+        """As the contract says; a sleep ends when its last tag is back."""
+        wanted = parse_tags(tags)
+        async with self._exclusive("resume", quiesce=False):
+            return await self._resume(wanted)
+
+    async def resume_kv_cache(self) -> MemoryReport:
+        """Map the KV cache again, empty."""
+        async with self._exclusive("resume_kv_cache", quiesce=False):
+            return await self._resume((Tag.KV_CACHE,))
+
+    async def release(
+        self,
+        tags: Collection[str] | None = None,
+        *,
+        retention: Retention = Retention.DISCARD,
+        deadline: float | None = None,
+    ) -> MemoryReport:
+        """Give memory back, once generation stands still.
+
+        :raises RequestsInFlight: requests still ran at the deadline (seconds); nothing released.
+        :raises Unsupported: a retention the backend does not have; nothing changed.
+        """
+        wanted = parse_tags(tags)
+        caps = self.capabilities
+        if Tag.WEIGHTS in wanted and retention not in caps.retentions:
+            have = ", ".join(sorted(caps.retentions))
+            raise errors.Unsupported(f"retention {retention.value!r}", caps.backend, f"has {have}")
+        kv_only = wanted == (Tag.KV_CACHE,)
+        self._require("release_kv_cache" if kv_only else "release")
+        async with self._exclusive("release", deadline=deadline):
+            return await self._release(wanted, Retention(retention))
+
+    async def release_kv_cache(self, *, deadline: float | None = None) -> MemoryReport:
+        """Give KV memory back; weights and their addresses stay."""
+        return await self.release([Tag.KV_CACHE], deadline=deadline)
+
+    async def update_weights(
+        self,
+        source: Transfer | Ticket,
+        *,
+        version: Version,
+        scope: Scope = FULL,
+        deadline: float | None = None,
+    ) -> UpdateReport:
+        """Run one update. The first byte sets the dirty mark, only a commit clears it.
+
+        The version already resident is verified and skipped, without a transfer.
+
+        :raises UpdateRefused: before a byte; nothing changed.
+        :raises UpdateFailed: after it; the groups written are DIRTY.
+        """
+        transfer = open_transfer(source) if isinstance(source, Ticket) else source
+        try:
+            async with self._exclusive("update_weights", deadline=deadline):
+                return await self._update(transfer, version, scope, deadline)
+        except BaseException as error:
+            await transfer.abort(error)
+            raise
+
+    # -- generation ---------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        """Stream one request; while a pause is held it waits, at most the hold deadline.
+
+        A request that waited too long, or whose replica was poisoned or lost meanwhile, ends with
+        finish reason ``abort`` and a retryable error; the tokens it has had stand.
+
+        :raises WeightsNotLoaded, WeightsPoisoned, KVNotResident: generation is open and something
+            is missing.
+        :raises RequestRejected: the pinned version is not resident, or the replica turns away.
+        """
+        entry = self._gate.enter(request)
+        stream: AsyncIterator[TokenChunk] | None = None
+        try:
+            self._check_alive()
+            if not await self._gate.passed(entry):
+                yield entry.ended(self._version())
+                return
+            self._admit(request)
+            entry.stage = Stage.RUNNING
+            stream = self.backend.generate(request)
+            while True:
+                chunk = await self._next(entry, stream)
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            self._gate.leave(entry)
+            if stream is not None:
+                await stream.aclose()  # type: ignore[attr-defined]
+
+    async def pause_generation(
+        self,
+        mode: PauseMode = PauseMode.ABORT,
+        *,
+        clear_cache: bool = True,
+        reject: bool = False,
+        owner: str = CALLER,
+        deadline: float | None = None,
+    ) -> PauseReport:
+        """Hold generation shut for ``owner``; returns when no step runs and none can start.
+
+        :raises RequestsInFlight: ``wait`` was not over at the deadline; the pause stays held.
+        :raises SessionError: the owner resumed before the pause was complete.
+        :raises Unsupported: the backend has no such mode; nothing changed.
+        """
+        mode = PauseMode(mode)
+        ability = self.capabilities.pause.get(mode)
+        if ability is None or not ability:
+            hint = ability.how if ability else ""
+            raise errors.Unsupported(f"pause mode {mode.value!r}", self.capabilities.backend, hint)
+        self._check_alive()
+        self._gate.hold(owner, mode, clear_cache, reject)
+        began = time.perf_counter()
+        report = await self._pause_engine("pause", mode, clear_cache, deadline)
+        if owner not in self._gate.pauses:
+            raise errors.SessionError(
+                f"{owner} resumed generation before its pause was complete", where=self.name
+            )
+        return msgspec.structs.replace(
+            report, held=self._gate.ids(Stage.HELD), seconds=time.perf_counter() - began
+        )
+
+    async def resume_generation(self, *, owner: str = CALLER) -> None:
+        """End the owner's pause. Generation opens when no owner holds one."""
+        self._gate.drop(owner)
+        await self._reopen()
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> AbortReport:
+        """End requests wherever they are: held, running or frozen. Never waits for a verb."""
+        held = set(self._gate.ids(Stage.HELD))
+        running = set(self._gate.ids(Stage.RUNNING))
+        wanted = held | running if request_ids is None else set(request_ids)
+        self._gate.let_go("aborted", Stage.HELD, ids=wanted & held, retryable=False)
+        ended = wanted & held
+        if wanted & running:
+            self._require("abort")
+            ids = sorted(wanted & running)
+            await self._call("abort", self.backend.abort(ids), self.deadlines.drain)
+            ended |= set(ids)
+        return AbortReport(tuple(sorted(ended)), tuple(sorted(wanted - ended)))
+
+    async def reset_caches(self, which: Collection[Cache] | None = None) -> None:
+        """Forget caches, once generation stands still."""
+        async with self._exclusive("reset_caches"):
+            await self._call(
+                "reset_caches", self.backend.reset_caches(which), self.deadlines.memory
+            )
+
+    # -- sleep: the pair trainers use ---------------------------------------------------------
+
+    async def sleep(
+        self,
+        level: int = 2,
+        *,
+        mode: PauseMode = PauseMode.ABORT,
+        clear_cache: bool = True,
+        deadline: float | None = None,
+    ) -> MemoryReport:
+        """Pause on sleep's own account, then release: 0 nothing, 1 to a backup, 2 for good.
+
+        A sleep that fails undoes its pause, unless the replica already slept.
+        """
+        if level not in (0, 1, 2):
+            raise errors.UsageError(f"sleep level {level!r} is not 0, 1 or 2")
+        slept = SLEEP in self._gate.pauses
+        try:
+            await self.pause_generation(
+                mode, clear_cache=clear_cache, owner=SLEEP, deadline=deadline
+            )
+            report = MemoryReport()
+            if level:
+                kept = Retention.BACKUP if level == 1 else Retention.DISCARD
+                report = await self.release(None, retention=kept, deadline=deadline)
+        except BaseException:
+            if not slept:
+                await self.resume_generation(owner=SLEEP)
+            raise
+        self._sleep_level = max(level, self._sleep_level or 0)
+        return report
+
+    async def wake_up(self, tags: Collection[str] | None = None) -> MemoryReport:
+        """Undo sleep: map the tags; the pause of sleep ends when everything is back."""
+        return await self.resume(tags)
+
+    # -- looking ------------------------------------------------------------------------------
+
+    async def status(self) -> ReplicaStatus:
+        """What is true now, without waiting for any verb in progress."""
+        try:
+            async with asyncio.timeout(self.deadlines.inspect):
+                said = await self.backend.status()
+        except TimeoutError:
+            said = BackendStatus(busy=True)
+        now = asyncio.get_running_loop().time()
+        state = self._residency
+        return ReplicaStatus(
+            name=self.name,
+            health=self.health,
+            groups={name: str(group) for name, group in state.groups.items()},
+            versions=state.versions(),
+            kv=state.kv,
+            pauses=tuple(
+                PauseInfo(p.owner, p.mode, now - p.since) for p in self._gate.pauses.values()
+            ),
+            held=self._gate.ids(Stage.HELD),
+            running=self._gate.ids(Stage.RUNNING),
+            is_paused=self._gate.closed,
+            is_sleeping=SLEEP in self._gate.pauses,
+            servable=state.servable() and not self._lost,
+            backend=said,
+        )
+
+    async def digest(self, names: Collection[str] | None = None) -> Digests:
+        """Fingerprints as the bytes lie in the engine."""
+        self._require("digest")
+        async with self._exclusive("digest", quiesce=False):
+            return await self._call("digest", self.backend.digest(names), self.deadlines.memory)
+
+    async def memory(self) -> MemoryReport:
+        """What is resident now."""
+        return await self._call("memory", self.backend.memory(), self.deadlines.memory)
+
+    @property
+    def health(self) -> Health:
+        """OK, poisoned (some group is DIRTY), or lost."""
+        if self._lost:
+            return Health.LOST
+        return Health.POISONED if self._residency.poisoned() else Health.OK
+
+    async def check_invariants(self) -> None:
+        """Everything that must hold whenever no verb is in progress.
+
+        :raises AssertionError: one does not.
+        """
+        status = await self.status()
+        if self._lost or self._lock.locked() or status.backend.busy:
+            return
+        assert not self._engine_open or not self._gate.closed, "engine open behind a closed gate"
+        assert not self._engine_open or status.servable, "engine open without content"
+        resident = {
+            n: s.version for n, s in self._residency.groups.items() if s.state is Weights.RESIDENT
+        }
+        for group, version in resident.items():
+            said = status.backend.versions.get(group)
+            assert said == version, f"{group}: engine says {said}, state says {version}"
+        unseen = set(status.backend.running) - set(status.running)
+        assert not unseen, f"engine runs requests the gate does not know: {unseen}"
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _version(self) -> Version:
+        return self._residency.versions().get(TARGET, Version())
+
+    def _admit(self, request: GenerateRequest) -> None:
+        """Between this check and the engine's queue there is no suspension point."""
+        self._check_alive()
+        self._residency.check_generate(request.adapter)
+        if request.version is not None and request.version != self._version():
+            raise errors.RequestRejected(
+                f"request {request.request_id!r} is pinned to version {request.version} and "
+                f"{self._version()} is resident",
+                where=self.name,
+            )
+
+    async def _next(self, entry: Entry, stream: AsyncIterator[TokenChunk]) -> TokenChunk:
+        try:
+            async with entry.waiting():
+                return await anext(stream)
+        except TimeoutError:
+            if entry.until is None:
+                raise  # the engine's own
+            return entry.ended(self._version())
+        except StopAsyncIteration:
+            raise errors.EngineFailed(
+                f"the engine ended request {entry.request.request_id!r} without a finish reason",
+                where=self.name,
+            ) from None
+        finally:
+            entry.waited()
+
+    def _check_alive(self) -> None:
+        if self._lost:
+            raise errors.ReplicaLost(self._lost, where=self.name, remedy="restart the engine")
+
+    def _require(self, verb: str) -> None:
+        ability = getattr(self.capabilities, verb)
+        if not ability:
+            raise errors.Unsupported(verb, self.capabilities.backend, ability.how)
+
+    @asynccontextmanager
+    async def _exclusive(
+        self, verb: str, *, quiesce: bool = True, deadline: float | None = None
+    ) -> AsyncIterator[None]:
+        """One verb at a time, and (``quiesce``) generation standing still around it.
+
+        Waiting for the lock is bounded by the longest verb there is, so a hung one ends in a
+        typed error here too.
+        """
+        self._check_alive()
+        try:
+            async with asyncio.timeout(self.deadlines.update + self.deadlines.memory):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise errors.DeadlineExceeded(
+                f"waiting for the verb before {verb}",
+                self.deadlines.update + self.deadlines.memory,
+                where=self.name,
+            ) from None
+        owner, began, failure = f"verb {verb}", time.perf_counter(), ""
+        try:
+            self._check_alive()
+            if quiesce:
+                self._gate.hold(owner, PauseMode.WAIT, clear_cache=False)
+                await self._quiesce(verb, deadline)
+            yield
+        except errors.HotbunkError as error:
+            failure = type(error).__name__
+            raise error if self.name in error.where else error.at(self.name)  # noqa: B904 - the same error
+        finally:
+            self._gate.drop(owner)
+            self._lock.release()
+            self.timeline.append(TimelineEvent(verb, began, time.perf_counter() - began, failure))
+            await self._reopen()
+
+    async def _quiesce(self, verb: str, deadline: float | None) -> None:
+        if self._standing_still():
+            return
+        await self._pause_engine(verb, PauseMode.WAIT, False, deadline)
+
+    def _standing_still(self) -> bool:
+        return self._quiet and self._pausing == 0
+
+    async def _pause_engine(
+        self, verb: str, mode: PauseMode, clear_cache: bool, deadline: float | None
+    ) -> PauseReport:
+        limit = self.deadlines.drain if deadline is None else deadline
+        self._engine_open = self._quiet = False
+        self._pausing += 1
+        if mode is PauseMode.WAIT:
+            self._gate.thaw()
+        began = time.perf_counter()
+        try:
+            if self.capabilities.pause[mode].support is Support.EMULATED:
+                report = await self._call(verb, self._pause_at_gate(mode, clear_cache), limit)
+            else:
+                coro = self.backend.pause_generation(mode, clear_cache=clear_cache)
+                report = await self._call(verb, coro, limit)
+        except errors.DeadlineExceeded as error:
+            raise errors.RequestsInFlight(
+                self._gate.ids(Stage.RUNNING), verb, limit, where=self.name
+            ) from error
+        finally:
+            self._pausing -= 1
+        self._quiet = not self._engine_open  # unless it was opened again meanwhile
+        if mode is PauseMode.KEEP:
+            self._gate.freeze()
+        self.timeline.append(
+            TimelineEvent(f"pause({mode.value})", began, time.perf_counter() - began)
+        )
+        return report
+
+    async def _pause_at_gate(self, mode: PauseMode, clear_cache: bool) -> PauseReport:
+        """WAIT for an engine that cannot drain by itself: admission is shut, so what runs ends."""
+        assert mode is PauseMode.WAIT
+        before = self._gate.ids(Stage.RUNNING)
+        await self.backend.resume_generation()  # frozen requests finish, too
+        await self._gate.drained()
+        await self.backend.pause_generation(PauseMode.ABORT, clear_cache=clear_cache)
+        return PauseReport(mode, finished=before, cleared_cache=clear_cache)
+
+    async def _reopen(self) -> None:
+        """Let the engine run if nobody holds it and there is something to run."""
+        if self._gate.closed or self._engine_open or self._lost:
+            return
+        if not self._residency.servable():
+            return  # frozen requests stay frozen; new ones are told what is missing
+        self._engine_open, self._quiet = True, False
+        self._gate.thaw()
+        await self._call(
+            "resume_generation", self.backend.resume_generation(), self.deadlines.drain
+        )
+
+    async def _resume(self, tags: Collection[Tag]) -> MemoryReport:
+        report = await self._memory_verb("resume", self.backend.resume(tags))
+        self._residency.resumed(tags)
+        if self._residency.mapped() == frozenset(Tag):
+            self._sleep_level = None
+            self._gate.drop(SLEEP)
+        return report
+
+    async def _release(self, tags: Collection[Tag], retention: Retention) -> MemoryReport:
+        frozen = self._gate.ids(Stage.RUNNING)
+        if frozen and not self.capabilities.keep_release:
+            raise errors.Unsupported(
+                "release under kept requests",
+                self.capabilities.backend,
+                self.capabilities.keep_release.how,
+            )
+        if tuple(tags) == (Tag.KV_CACHE,):
+            report = await self._memory_verb("release_kv_cache", self.backend.release_kv_cache())
+        else:
+            overrides = self._residency.overrides(retention)
+            report = await self._memory_verb(
+                "release",
+                self.backend.release(tags, retention=retention, overrides=overrides),
+            )
+        self._residency.released(tags, retention)
+        return report
+
+    async def _memory_verb(self, verb: str, coro: Awaitable[MemoryReport]) -> MemoryReport:
+        """A memory verb that does not come back leaves memory in an unknown state."""
+        began = time.perf_counter()
+        try:
+            report = await self._call(verb, coro, self.deadlines.memory)
+        except (errors.DeadlineExceeded, asyncio.CancelledError):
+            self._lose(f"{verb} was cut off, so what is mapped is unknown")
+            raise
+        return msgspec.structs.replace(report, seconds=time.perf_counter() - began)
+
+    async def _update(
+        self, transfer: Transfer, version: Version, scope: Scope, deadline: float | None
+    ) -> UpdateReport:
+        manifest = transfer.manifest
+        if manifest.version != version or manifest.scope != scope:
+            raise errors.SessionError(
+                f"asked for version {version} ({scope.kind.value}) and offered "
+                f"{manifest.version} ({manifest.scope.kind.value})"
+            )
+        if scope.kind in (ScopeKind.PARTIAL, ScopeKind.ADAPTER, ScopeKind.DELTA):
+            self._require(scope.kind.value)
+        groups = groups_of(scope, (spec.group for spec in manifest.tensors))
+        self._residency.check_offer(groups, scope, version)
+        skipped = await self._already_there(groups, scope, version)
+        if skipped is not None:
+            await transfer.decline()
+            return skipped
+        watched = WatchedTransfer(transfer, lambda: self._residency.written(groups))
+        limit = self.deadlines.update if deadline is None else deadline
+        began = time.perf_counter()
+        try:
+            coro = self.backend.update_weights(watched, version=version, scope=scope)
+            report = await self._call("update_weights", coro, limit)
+            if report.applied != len(manifest.tensors) or not watched.committed:
+                raise errors.UpdateFailed(
+                    f"the engine applied {report.applied} of {len(manifest.tensors)} tensors"
+                    + ("" if watched.committed else " and never voted to commit")
+                )
+            self._residency.committed(groups, version)
+        except BaseException:
+            if self._residency.poisoned() & groups:
+                self._gate.let_go("the replica was poisoned by a failed update")
+            raise
+        for spec in manifest.tensors:
+            for name in spec.names:
+                self._fingerprints.pop(name, None)
+        self._fingerprints.update(watched.expected)
+        seconds = time.perf_counter() - began
+        return msgspec.structs.replace(report, groups=tuple(sorted(groups)), seconds=seconds)
+
+    async def _already_there(
+        self, groups: Collection[str], scope: Scope, version: Version
+    ) -> UpdateReport | None:
+        """A report if this very version is resident and its bytes still are what was sent."""
+        held = [self._residency.groups.get(name) for name in groups]
+        if scope.kind not in (ScopeKind.FULL, ScopeKind.ADAPTER) or not all(
+            s is not None and s.state is Weights.RESIDENT and s.version == version for s in held
+        ):
+            return None
+        verified = "none"
+        if self._fingerprints and self.capabilities.digest:
+            coro = self.backend.digest(tuple(self._fingerprints))
+            found = await self._call("digest", coro, self.deadlines.memory)
+            if dict(found.values) != self._fingerprints:
+                return None  # content changed under its label: take the transfer
+            verified = "applied"
+        return UpdateReport(version, skipped=True, verified=verified, groups=tuple(sorted(groups)))
+
+    async def _call(self, verb: str, coro: Awaitable[T], seconds: float) -> T:
+        try:
+            return await bounded(verb, coro, seconds, grace=self.deadlines.grace)
+        except errors.ReplicaLost as error:
+            self._lose(error.what)
+            raise
+
+    def _lose(self, why: str) -> None:
+        self._lost = self._lost or why
+        self._gate.let_go(f"the replica was lost: {why}")

@@ -1,0 +1,63 @@
+"""A transfer under watch: the dirty mark is set before the first byte can be written."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+
+from hotbunk.rollout.contract import Bucket, ReceiverLayout, Transfer
+from hotbunk.rollout.errors import SessionError
+
+
+class WatchedTransfer(Transfer):
+    """Hands a backend its transfer, and tells the replica when bytes begin to flow.
+
+    ``on_first_byte`` runs synchronously, before the first bucket is handed out (or, for an update
+    without bytes, before the end of the stream is seen), so no write can come before the mark.
+    """
+
+    def __init__(self, inner: Transfer, on_first_byte: Callable[[], None]) -> None:
+        self.manifest = inner.manifest
+        self.accepted = False
+        self.drained = False
+        self.committed = False
+        self.expected: dict[str, int] = {}
+        self._inner = inner
+        self._mark: Callable[[], None] | None = on_first_byte
+
+    async def accept(self, layout: ReceiverLayout | None) -> None:
+        if self.accepted:
+            raise SessionError("the update was accepted twice")
+        await self._inner.accept(layout)
+        self.accepted = True
+
+    async def buckets(self) -> AsyncIterator[Bucket]:
+        if not self.accepted:
+            raise SessionError("buckets were asked for before the update was accepted")
+        async for bucket in self._inner.buckets():
+            self._first_byte()
+            yield bucket
+        self._first_byte()
+        self.drained = True
+
+    async def fingerprints(self) -> Mapping[str, int]:
+        if not self.drained:
+            raise SessionError("fingerprints come after the last bucket")
+        self.expected = dict(await self._inner.fingerprints())
+        return self.expected
+
+    async def commit(self) -> None:
+        if not self.drained:
+            raise SessionError("commit was voted before the last bucket was taken")
+        await self._inner.commit()
+        self.committed = True
+
+    async def decline(self) -> None:
+        await self._inner.decline()
+
+    async def abort(self, error: BaseException) -> None:
+        await self._inner.abort(error)
+
+    def _first_byte(self) -> None:
+        if self._mark is not None:
+            self._mark()
+            self._mark = None

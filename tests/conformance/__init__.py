@@ -1,0 +1,1 @@
+"""The conformance suite: what any rollout backend must prove. Shipped as `hotbunk.conformance`."""

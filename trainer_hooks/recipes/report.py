@@ -1,0 +1,303 @@
+"""``report.html``: one run on one page, made from the run directory alone.
+
+The page is self-contained: inline SVG and CSS, no script, nothing fetched. Everything that comes
+from the run (names, values, the configuration) is escaped.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+
+import msgspec
+
+from hotbunk.rollout.errors import ConfigError
+from hotbunk.trainer_hooks.recipes import charts
+from hotbunk.trainer_hooks.recipes.charts import Series, escape
+from hotbunk.trainer_hooks.recipes.recorder import METRICS_FILE
+from hotbunk.trainer_hooks.recipes.staircase import staircase_svg
+from hotbunk.trainer_hooks.recipes.timeline import (
+    TIMELINE_FILE,
+    TimelineView,
+    read_timeline,
+    replace_file,
+)
+
+REPORT_FILE = "report.html"
+CONFIG_FILE = "config.yaml"
+
+_TIMING = "timing_s/"
+_PAGE_STYLE = """
+body.hb{margin:0;background:var(--bg);color:var(--ink);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
+main{max-width:1000px;margin:0 auto;padding:28px 20px 60px}
+h1{font-size:24px;margin:0 0 2px;overflow-wrap:anywhere}h2{font-size:17px;margin:38px 0 4px}
+p{margin:4px 0 10px;color:var(--soft)}p.warn{color:var(--ink);border-left:3px solid #e5a13a;
+padding-left:10px}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(205px,1fr));gap:10px;
+margin:22px 0 0;padding:0}
+.card{background:var(--band);border-radius:10px;padding:11px 14px}
+.card dt{color:var(--soft);font-size:13px}.card dd{margin:0;font-size:21px;font-weight:600}
+.card dd small{display:block;font-size:12.5px;font-weight:400;color:var(--soft)}
+table{border-collapse:collapse;font-size:13.5px}td{padding:3px 18px 3px 0;vertical-align:top}
+td:first-child{color:var(--soft)}td{overflow-wrap:anywhere}
+pre{background:var(--band);border-radius:10px;padding:12px 14px;overflow:auto;font-size:12.5px}
+summary{cursor:pointer;color:var(--soft);margin:6px 0}svg{display:block;margin:8px 0 4px}
+"""
+
+
+@dataclass(frozen=True)
+class _Run:
+    name: str
+    rows: Sequence[Mapping[str, object]]
+    timeline: TimelineView
+    config: str
+    warnings: list[str] = field(default_factory=list)
+
+    def curve(self, key: str) -> tuple[list[float], list[float]]:
+        """Steps and values of a metric, where it is a usable number."""
+        pairs = [(_number(row["step"]), _number(row.get(key))) for row in self.rows]
+        usable = [(step, value) for step, value in pairs if step is not None and value is not None]
+        return [step for step, _ in usable], [value for _, value in usable]
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write ``report.html`` into ``run_dir`` and return its path.
+
+    Reads ``metrics.jsonl``, ``timeline.json`` and ``config.yaml`` where they are there; a file
+    that is broken, or not there, leaves its part out and is named on the page.
+
+    :raises ConfigError: ``run_dir`` is no directory.
+    """
+    directory = Path(run_dir)
+    if not directory.is_dir():
+        raise ConfigError(f"there is no run directory {directory}")
+    path = directory / REPORT_FILE
+    replace_file(path, _page(_read(directory)).encode())
+    return path
+
+
+# -- reading ----------------------------------------------------------------------------------
+
+
+def _read(directory: Path) -> _Run:
+    warnings: list[str] = []
+    try:
+        timeline = read_timeline(directory / TIMELINE_FILE)
+    except ConfigError as error:
+        warnings.append(f"{TIMELINE_FILE} is left out: {error.what}")
+        timeline = TimelineView()
+    if timeline.dropped:
+        warnings.append(f"The timeline dropped {timeline.dropped} events in the run's middle.")
+    rows = _rows(_bytes(directory / METRICS_FILE), warnings)
+    config = _bytes(directory / CONFIG_FILE).decode("utf-8", "replace")
+    return _Run(directory.resolve().name, rows, timeline, config, warnings)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _rows(content: bytes, warnings: list[str]) -> list[dict[str, object]]:
+    rows: dict[int, dict[str, object]] = {}
+    broken = 0
+    for text in content.split(b"\n"):
+        if not text.strip():
+            continue
+        try:
+            row = msgspec.json.decode(text, type=dict[str, object])
+        except (msgspec.MsgspecError, RecursionError):
+            broken += 1
+            continue
+        step = row.get("step")
+        if type(step) is int and abs(step) < 2**53:
+            rows[step] = row
+        else:
+            broken += 1
+    if broken:
+        warnings.append(f"{broken} line(s) of {METRICS_FILE} are broken and were left out.")
+    return [rows[step] for step in sorted(rows)]
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    # Sums and differences of larger ones would overflow; none is a sensible metric.
+    return float(value) if abs(value) < 1e300 and math.isfinite(value) else None
+
+
+def _tolerance(run: _Run) -> float | None:
+    """The logprob tolerance the run was held to: from its metrics, else from its configuration."""
+    for row in reversed(run.rows):
+        for key, value in row.items():
+            if "logprob" in key and "tol" in key:
+                return _number(value)
+    found = re.search(r"^\s*\w*logprob\w*tol\w*:\s*([-+.\deE]+)\s*(?:#.*)?$", run.config, re.M)
+    try:
+        return float(found[1]) if found else None
+    except ValueError:
+        return None
+
+
+# -- the page ---------------------------------------------------------------------------------
+
+
+def _page(run: _Run) -> str:
+    parts = [f"<h1>{escape(run.name)}</h1>", f"<p>{escape(_subtitle(run))}</p>"]
+    parts += [f'<p class="warn">{escape(warning)}</p>' for warning in run.warnings]
+    parts.append(_cards(run))
+    parts.append(_section("Reward", "The mean over each step's responses.", _reward(run)))
+    parts.append(
+        _section(
+            "Memory over one step",
+            "Who holds the device when: the engine's share is gone while the trainer works.",
+            staircase_svg(run.timeline, standalone=False),
+        )
+    )
+    parts.append(_time(run))
+    parts.append(
+        _section(
+            "Rollout against trainer",
+            "The largest difference between the engine's and the trainer's log-probability of a "
+            "token that was sampled, each step.",
+            _logprobs(run),
+        )
+    )
+    parts.append(_tables(run))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        f"<title>{escape(run.name)} · hotbunk</title>"
+        f"<style>{charts.STYLE}{_PAGE_STYLE}</style></head>"
+        f'<body class="hb"><main>{"".join(parts)}</main></body></html>\n'
+    )
+
+
+def _section(name: str, about: str, body: str) -> str:
+    return f"<h2>{escape(name)}</h2><p>{escape(about)}</p>{body}" if body else ""
+
+
+def _subtitle(run: _Run) -> str:
+    if not run.rows:
+        return "No step is recorded yet."
+    seconds = sum(run.curve(_TIMING + "step")[1])
+    took = f" in {charts.seconds_text(seconds)}" if seconds else ""
+    return f"{len(run.rows)} step{'s' if len(run.rows) != 1 else ''}{took}, recorded by hotbunk"
+
+
+def _cards(run: _Run) -> str:
+    cards: list[tuple[str, str, str]] = []
+    rewards = run.curve("reward/mean")[1]
+    if rewards:
+        share = max(1, len(rewards) // 10)
+        first, last = fmean(rewards[:share]), fmean(rewards[-share:])
+        begun = f"from {first:.3f}; means of {share} step{'s' if share > 1 else ''}"
+        cards.append(("reward at the end", f"{last:.3f}", begun))
+    times = run.curve(_TIMING + "step")[1]
+    if times:
+        cards.append(("median step", charts.seconds_text(median(times)), f"of {len(times)} steps"))
+    peaks = run.curve("memory/peak_bytes")[1]
+    if peaks:
+        cards.append(("peak memory", charts.bytes_text(max(peaks)), "all tags together"))
+    for tag, name in (("weights", "engine weights asleep"), ("kv_cache", "KV cache asleep")):
+        awake = run.curve(f"memory/{tag}_bytes")[1]
+        asleep = run.curve(f"memory/{tag}_bytes_asleep")[1]
+        if awake and asleep:
+            cards.append(
+                (name, charts.bytes_text(max(asleep)), f"{charts.bytes_text(max(awake))} awake")
+            )
+    gaps = run.curve("rollout/logprob_diff_max")[1]
+    if gaps:
+        limit = _tolerance(run)
+        said = "rollout against trainer" if limit is None else f"tolerance {limit:.3g}"
+        cards.append(("largest logprob difference", f"{max(gaps):.2e}", said))
+    version = next(
+        (row["rollout/version"] for row in reversed(run.rows) if "rollout/version" in row), None
+    )
+    if version is not None:
+        cards.append(("weights version", charts.short(str(version), 18), "of the last rollout"))
+    items = "".join(
+        f'<div class="card"><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(note)}</small>'
+        "</dd></div>"
+        for name, value, note in cards
+    )
+    return f'<dl class="cards">{items}</dl>' if cards else ""
+
+
+def _reward(run: _Run) -> str:
+    steps, values = run.curve("reward/mean")
+    if not values:
+        return ""
+    size = max(1, len(values) // 15)
+    smooth = [fmean(values[max(0, i - size) : i + size + 1]) for i in range(len(values))]
+    raw = Series("each step", *charts.thin(steps, values), colour=7, opacity=0.6, width=1.2)
+    mean = Series(f"mean of {2 * size + 1} steps", *charts.thin(steps, smooth), width=2.6)
+    within = min(values) >= 0 and max(values) <= 1
+    drawn = [raw, mean] if len(values) > 2 else [raw]
+    return charts.line_chart(drawn, "Reward over steps", bounds=(0.0, 1.0) if within else None)
+
+
+def _logprobs(run: _Run) -> str:
+    steps, values = run.curve("rollout/logprob_diff_max")
+    if not values:
+        return ""
+    curve = Series("largest difference", *charts.thin(steps, [abs(value) for value in values]), 1)
+    limit = _tolerance(run)
+    rule = (limit, f"tolerance {limit:.3g}") if limit is not None and limit > 0 else None
+    return charts.line_chart(
+        [curve], "Logprob difference over steps", rule=rule, log=True, height=220
+    )
+
+
+def _time(run: _Run) -> str:
+    names = {key: None for row in run.rows for key in row if key.startswith(_TIMING)}
+    phases = [key.removeprefix(_TIMING) for key in names if key != _TIMING + "step"]
+    steps = [float(str(row["step"])) for row in run.rows]
+    seconds = {
+        name.replace("_", " "): [
+            max(0.0, _number(row.get(_TIMING + name)) or 0.0) for row in run.rows
+        ]
+        for name in phases
+    }
+    wholes = [_number(row.get(_TIMING + "step")) or 0.0 for row in run.rows]
+    spent = [sum(column) for column in zip(*seconds.values(), strict=True)] if seconds else []
+    if spent and any(wholes):
+        seconds["other"] = [max(0.0, a - b) for a, b in zip(wholes, spent, strict=True)]
+    medians = {name: median(values) for name, values in seconds.items()}
+    bars = charts.step_bars(steps, seconds, "Seconds by phase over steps")
+    body = bars + charts.named_bars(medians, "Median seconds by phase") if bars else ""
+    return _section("Where the time goes", "Each step by phase, then the medians.", body)
+
+
+def _tables(run: _Run) -> str:
+    parts = []
+    if run.timeline.notes:
+        parts.append("<h2>Versions</h2>" + _table(run.timeline.notes))
+    if run.rows:
+        last = {key: _shown(value) for key, value in run.rows[-1].items()}
+        parts.append(
+            f"<details><summary>Every metric of the last step</summary>{_table(last)}</details>"
+        )
+    if run.config.strip():
+        config = escape(run.config)
+        parts.append(f"<details><summary>{CONFIG_FILE}</summary><pre>{config}</pre></details>")
+    return "".join(parts)
+
+
+def _shown(value: object) -> str:
+    return charts.number_text(value) if isinstance(value, float) else charts.short(str(value), 200)
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    cells = (
+        f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in rows.items()
+    )
+    return f"<table>{''.join(cells)}</table>"
