@@ -30,8 +30,8 @@ def check_offer(
     if twice:
         raise errors.DuplicateName(twice)
     unknown = seen - known.keys()
-    if unknown or not seen:
-        raise errors.UnknownNames(unknown or {"(the update names no tensor at all)"})
+    if unknown:
+        raise errors.UnknownNames(unknown)
     for spec in manifest.tensors:
         for name in spec.names:
             have = known[name]
@@ -45,6 +45,8 @@ def check_offer(
         absent = {min(names) for names in required if not seen.intersection(names)}
         if absent:
             raise errors.IncompleteUpdate(absent)
+    elif not seen:
+        raise errors.IncompleteUpdate({"any tensor at all"})
 
 
 class Intake:

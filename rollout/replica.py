@@ -238,6 +238,9 @@ class Replica:
         stream: AsyncIterator[TokenChunk] | None = None
         try:
             self._check_alive()
+            if self._gate.closed and self.health is Health.POISONED:
+                # Nobody waits for a replica that only a resend can heal.
+                entry.move(0.0, "the replica is poisoned by a failed update")
             if not await self._gate.passed(entry):
                 yield entry.ended(self._version())
                 return

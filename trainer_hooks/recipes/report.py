@@ -6,29 +6,18 @@ from the run (names, values, the configuration) is escaped.
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, median
 
-import msgspec
-
 from hotbunk.rollout.errors import ConfigError
-from hotbunk.trainer_hooks.recipes import charts
+from hotbunk.trainer_hooks.recipes import bars, charts
 from hotbunk.trainer_hooks.recipes.charts import Series, escape
-from hotbunk.trainer_hooks.recipes.recorder import METRICS_FILE
+from hotbunk.trainer_hooks.recipes.run_files import CONFIG_FILE, Run, number_or_none, read_run
 from hotbunk.trainer_hooks.recipes.staircase import staircase_svg
-from hotbunk.trainer_hooks.recipes.timeline import (
-    TIMELINE_FILE,
-    TimelineView,
-    read_timeline,
-    replace_file,
-)
+from hotbunk.trainer_hooks.recipes.timeline import replace_file
 
 REPORT_FILE = "report.html"
-CONFIG_FILE = "config.yaml"
 
 _TIMING = "timing_s/"
 _PAGE_STYLE = """
@@ -50,21 +39,6 @@ summary{cursor:pointer;color:var(--soft);margin:6px 0}svg{display:block;margin:8
 """
 
 
-@dataclass(frozen=True)
-class _Run:
-    name: str
-    rows: Sequence[Mapping[str, object]]
-    timeline: TimelineView
-    config: str
-    warnings: list[str] = field(default_factory=list)
-
-    def curve(self, key: str) -> tuple[list[float], list[float]]:
-        """Steps and values of a metric, where it is a usable number."""
-        pairs = [(_number(row["step"]), _number(row.get(key))) for row in self.rows]
-        usable = [(step, value) for step, value in pairs if step is not None and value is not None]
-        return [step for step, _ in usable], [value for _, value in usable]
-
-
 def write_report(run_dir: str | Path) -> Path:
     """Write ``report.html`` into ``run_dir`` and return its path.
 
@@ -77,79 +51,14 @@ def write_report(run_dir: str | Path) -> Path:
     if not directory.is_dir():
         raise ConfigError(f"there is no run directory {directory}")
     path = directory / REPORT_FILE
-    replace_file(path, _page(_read(directory)).encode())
+    replace_file(path, _page(read_run(directory)).encode())
     return path
-
-
-# -- reading ----------------------------------------------------------------------------------
-
-
-def _read(directory: Path) -> _Run:
-    warnings: list[str] = []
-    try:
-        timeline = read_timeline(directory / TIMELINE_FILE)
-    except ConfigError as error:
-        warnings.append(f"{TIMELINE_FILE} is left out: {error.what}")
-        timeline = TimelineView()
-    if timeline.dropped:
-        warnings.append(f"The timeline dropped {timeline.dropped} events in the run's middle.")
-    rows = _rows(_bytes(directory / METRICS_FILE), warnings)
-    config = _bytes(directory / CONFIG_FILE).decode("utf-8", "replace")
-    return _Run(directory.resolve().name, rows, timeline, config, warnings)
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
-
-
-def _rows(content: bytes, warnings: list[str]) -> list[dict[str, object]]:
-    rows: dict[int, dict[str, object]] = {}
-    broken = 0
-    for text in content.split(b"\n"):
-        if not text.strip():
-            continue
-        try:
-            row = msgspec.json.decode(text, type=dict[str, object])
-        except (msgspec.MsgspecError, RecursionError):
-            broken += 1
-            continue
-        step = row.get("step")
-        if type(step) is int and abs(step) < 2**53:
-            rows[step] = row
-        else:
-            broken += 1
-    if broken:
-        warnings.append(f"{broken} line(s) of {METRICS_FILE} are broken and were left out.")
-    return [rows[step] for step in sorted(rows)]
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    # Sums and differences of larger ones would overflow; none is a sensible metric.
-    return float(value) if abs(value) < 1e300 and math.isfinite(value) else None
-
-
-def _tolerance(run: _Run) -> float | None:
-    """The logprob tolerance the run was held to: from its metrics, else from its configuration."""
-    for row in reversed(run.rows):
-        for key, value in row.items():
-            if "logprob" in key and "tol" in key:
-                return _number(value)
-    found = re.search(r"^\s*\w*logprob\w*tol\w*:\s*([-+.\deE]+)\s*(?:#.*)?$", run.config, re.M)
-    try:
-        return float(found[1]) if found else None
-    except ValueError:
-        return None
 
 
 # -- the page ---------------------------------------------------------------------------------
 
 
-def _page(run: _Run) -> str:
+def _page(run: Run) -> str:
     parts = [f"<h1>{escape(run.name)}</h1>", f"<p>{escape(_subtitle(run))}</p>"]
     parts += [f'<p class="warn">{escape(warning)}</p>' for warning in run.warnings]
     parts.append(_cards(run))
@@ -185,7 +94,7 @@ def _section(name: str, about: str, body: str) -> str:
     return f"<h2>{escape(name)}</h2><p>{escape(about)}</p>{body}" if body else ""
 
 
-def _subtitle(run: _Run) -> str:
+def _subtitle(run: Run) -> str:
     if not run.rows:
         return "No step is recorded yet."
     seconds = sum(run.curve(_TIMING + "step")[1])
@@ -193,7 +102,7 @@ def _subtitle(run: _Run) -> str:
     return f"{len(run.rows)} step{'s' if len(run.rows) != 1 else ''}{took}, recorded by hotbunk"
 
 
-def _cards(run: _Run) -> str:
+def _cards(run: Run) -> str:
     cards: list[tuple[str, str, str]] = []
     rewards = run.curve("reward/mean")[1]
     if rewards:
@@ -216,7 +125,7 @@ def _cards(run: _Run) -> str:
             )
     gaps = run.curve("rollout/logprob_diff_max")[1]
     if gaps:
-        limit = _tolerance(run)
+        limit = run.logprob_tolerance()
         said = "rollout against trainer" if limit is None else f"tolerance {limit:.3g}"
         cards.append(("largest logprob difference", f"{max(gaps):.2e}", said))
     version = next(
@@ -232,7 +141,7 @@ def _cards(run: _Run) -> str:
     return f'<dl class="cards">{items}</dl>' if cards else ""
 
 
-def _reward(run: _Run) -> str:
+def _reward(run: Run) -> str:
     steps, values = run.curve("reward/mean")
     if not values:
         return ""
@@ -245,39 +154,39 @@ def _reward(run: _Run) -> str:
     return charts.line_chart(drawn, "Reward over steps", bounds=(0.0, 1.0) if within else None)
 
 
-def _logprobs(run: _Run) -> str:
+def _logprobs(run: Run) -> str:
     steps, values = run.curve("rollout/logprob_diff_max")
     if not values:
         return ""
     curve = Series("largest difference", *charts.thin(steps, [abs(value) for value in values]), 1)
-    limit = _tolerance(run)
+    limit = run.logprob_tolerance()
     rule = (limit, f"tolerance {limit:.3g}") if limit is not None and limit > 0 else None
     return charts.line_chart(
         [curve], "Logprob difference over steps", rule=rule, log=True, height=220
     )
 
 
-def _time(run: _Run) -> str:
+def _time(run: Run) -> str:
     names = {key: None for row in run.rows for key in row if key.startswith(_TIMING)}
     phases = [key.removeprefix(_TIMING) for key in names if key != _TIMING + "step"]
     steps = [float(str(row["step"])) for row in run.rows]
     seconds = {
         name.replace("_", " "): [
-            max(0.0, _number(row.get(_TIMING + name)) or 0.0) for row in run.rows
+            max(0.0, number_or_none(row.get(_TIMING + name)) or 0.0) for row in run.rows
         ]
         for name in phases
     }
-    wholes = [_number(row.get(_TIMING + "step")) or 0.0 for row in run.rows]
+    wholes = [number_or_none(row.get(_TIMING + "step")) or 0.0 for row in run.rows]
     spent = [sum(column) for column in zip(*seconds.values(), strict=True)] if seconds else []
     if spent and any(wholes):
         seconds["other"] = [max(0.0, a - b) for a, b in zip(wholes, spent, strict=True)]
     medians = {name: median(values) for name, values in seconds.items()}
-    bars = charts.step_bars(steps, seconds, "Seconds by phase over steps")
-    body = bars + charts.named_bars(medians, "Median seconds by phase") if bars else ""
+    steps_svg = bars.step_bars(steps, seconds, "Seconds by phase over steps")
+    body = steps_svg + bars.named_bars(medians, "Median seconds by phase") if steps_svg else ""
     return _section("Where the time goes", "Each step by phase, then the medians.", body)
 
 
-def _tables(run: _Run) -> str:
+def _tables(run: Run) -> str:
     parts = []
     if run.timeline.notes:
         parts.append("<h2>Versions</h2>" + _table(run.timeline.notes))

@@ -79,7 +79,7 @@ def write_staircase(run_dir: str | Path, path: str | Path, *, step: int | None =
 
 def _choose(timeline: TimelineView) -> int | None:
     phases = {
-        step: len({band.label for band in _bands(timeline.spans, window)})
+        step: len({band.label for band in _bands(timeline.spans, window) if band.label})
         for step, window in _sampled_steps(timeline).items()
     }
     if not phases:
@@ -200,6 +200,8 @@ def _draw(bands: Sequence[_Band], levels: Sequence[MemorySample], title: str) ->
     parts.append(
         charts.text_at(right - 6, y - 6, f"peak {charts.bytes_text(peak)}", "strong", "end")
     )
+    parts.append(charts.line(end, _TOP - 18, end, _BOTTOM))
+    parts.append(charts.text_at(end + _NEXT / 2, _TOP - 4, "next", "soft", "middle"))
     parts.append(charts.line(charts.LEFT, _BOTTOM, right, _BOTTOM, "edge"))
     parts.append(charts.text_at(charts.LEFT, 17, charts.short(title, 60), "strong"))
     entries = [(_legend_text(tag, levels), place) for place, tag in enumerate(tags)]

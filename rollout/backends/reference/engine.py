@@ -128,19 +128,11 @@ class ReferenceEngine(Engine):
             recomputed = 0
             if Tag.KV_CACHE in wanted:
                 recomputed = self._scheduler.drop_all_kv()
-            report = MemoryReport()
-            if Tag.WEIGHTS in wanted:
-                kept = {TARGET: retention, **self._residency.overrides(retention)}
-                kept.update(overrides or {})
-                report = self._runner.pool.release([Tag.WEIGHTS], kept)
-                self._residency.released([Tag.WEIGHTS], kept[TARGET])
-                if kept[TARGET] is Retention.DISCARD:
-                    self._version = None
-            if Tag.KV_CACHE in wanted:
-                freed = report.freed
-                report = self._runner.pool.release([Tag.KV_CACHE], Retention.DISCARD)
-                self._residency.released([Tag.KV_CACHE], Retention.DISCARD)
-                report = msgspec.structs.replace(report, freed=report.freed + freed)
+            kept = {TARGET: retention, **self._residency.overrides(retention), **(overrides or {})}
+            report = self._runner.pool.release(wanted, kept)
+            self._residency.released(wanted, kept[TARGET])
+            if self._residency.groups[TARGET].version is None:
+                self._version = None
             return msgspec.structs.replace(report, recomputed_requests=recomputed)
 
         return await self._thread.call(run)

@@ -56,7 +56,7 @@ class ModelRunner:
         nbytes = dtype.itemsize
         for size in shape:
             nbytes *= size
-        arena = self.pool.arena(Tag.KV_CACHE, nbytes, TARGET)
+        arena = self.pool.arena(Tag.KV_CACHE, nbytes)
         region = arena.add("kv", nbytes)
         whole = torch.frombuffer(arena.view(region), dtype=dtype).view(shape)
         return [(layer[0], layer[1]) for layer in whole]

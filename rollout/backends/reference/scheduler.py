@@ -167,12 +167,13 @@ class Scheduler:
 
     def plan(self) -> Plan:
         """Admit what fits, and choose the next step's tokens."""
-        decode: list[Chunk] = []
-        prefill: list[Chunk] = []
         self._admit()
-        for s in self.running:
-            if s.computed and s.computed == len(s.tokens) - 1:
-                decode.append(Chunk(s, s.computed, 1))
+        prefill: list[Chunk] = []
+        decode = [
+            Chunk(s, s.computed, 1)
+            for s in self.running
+            if s.computed and s.computed == len(s.tokens) - 1
+        ]
         budget = max(self._max_tokens - len(decode), 1)
         for s in self.running:
             left = len(s.tokens) - s.computed

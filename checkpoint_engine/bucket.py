@@ -1,0 +1,101 @@
+"""Packing tensors into buckets: one contiguous buffer and a table.
+
+Exact for everything a model can hold: tensors and rows larger than a bucket (cut at element
+boundaries), 0-d and empty tensors, views of any stride, mixed element types in any order (each
+piece starts aligned), odd bucket sizes, an empty stream, tensors on another device. Live bytes
+are one bucket and at most one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hotbunk.rollout.binding import dtype_from
+from hotbunk.rollout.contract import Bucket, BucketEntry, ReceiverLayout, TensorSpec
+from hotbunk.rollout.errors import ConfigError, ShapeMismatch
+from hotbunk.rollout.fingerprint import MASK
+from hotbunk.rollout.kernels import as_bytes, fingerprint
+
+ALIGN = 64  # bytes; where a piece may start in a bucket
+SMALLEST = 64  # bytes; below this no element is sure to fit
+
+
+def bucket_size(wanted: int, specs: Sequence[TensorSpec]) -> int:
+    """Bytes to allocate for a bucket: never more than the whole stream needs.
+
+    :raises ConfigError: the wish is too small to hold an element.
+    """
+    if wanted < SMALLEST:
+        raise ConfigError(f"a bucket of {wanted} bytes is too small", remedy=f"use >= {SMALLEST}")
+    # Twice: a cast at the source can widen every element (bfloat16 to float32).
+    whole = sum(2 * spec.nbytes + ALIGN for spec in specs)
+    return max(min(wanted, whole), SMALLEST)
+
+
+class Packer:
+    """Packs one walk of a source into a buffer, bucket by bucket.
+
+    :param buffer: flat uint8 tensor, reused for every bucket.
+    :param layout: element types the receiver wants; None keeps the source's.
+    :param fingerprints: whether to fingerprint each tensor on its way.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TensorSpec],
+        tensors: Iterator[torch.Tensor],
+        buffer: torch.Tensor,
+        *,
+        layout: ReceiverLayout | None = None,
+        fingerprints: bool = False,
+    ) -> None:
+        self.fingerprints: dict[str, int] = {}
+        self.payload = 0  # bytes packed so far, padding not counted
+        self._specs = specs
+        self._buffer = buffer
+        self._layout = layout
+        self._with_fingerprints = fingerprints
+        self._buckets = self._run(tensors)
+
+    def next(self) -> Bucket | None:
+        """The next bucket, or None at the end. Overwrites the last one.
+
+        :raises ShapeMismatch: a tensor is not what its spec said.
+        """
+        return next(self._buckets, None)
+
+    @torch.no_grad()
+    def _run(self, tensors: Iterator[torch.Tensor]) -> Iterator[Bucket]:
+        room = self._buffer.numel()
+        table: list[BucketEntry] = []
+        used = 0
+        for index, spec in enumerate(self._specs):
+            data, element = self._bytes(spec, next(tensors))
+            if self._with_fingerprints:
+                self.fingerprints[spec.name] = fingerprint(data) & MASK
+            size, start = data.numel(), 0
+            while True:
+                offset = -(-used // ALIGN) * ALIGN
+                count = min(size - start, (room - offset) // element * element)
+                if count > 0 or (size == 0 and offset <= room):
+                    self._buffer[offset : offset + count] = data[start : start + count]
+                    table.append(BucketEntry(index, start, count, offset))
+                    used, start = offset + count, start + count
+                    self.payload += count
+                if start == size:
+                    break
+                yield Bucket(self._buffer[:used], tuple(table))
+                table, used = [], 0
+        if table:
+            yield Bucket(self._buffer[:used], tuple(table))
+
+    def _bytes(self, spec: TensorSpec, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        if tuple(tensor.shape) != spec.shape:
+            raise ShapeMismatch(spec.name, f"{list(spec.shape)} in the offer", str(tensor.shape))
+        dtype = tensor.dtype
+        if self._layout is not None and spec.name in self._layout.tensors:
+            dtype = dtype_from(self._layout.tensors[spec.name].dtype)
+        ready = tensor.detach().to(device=self._buffer.device, dtype=dtype).contiguous()
+        return as_bytes(ready), ready.element_size()

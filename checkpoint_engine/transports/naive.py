@@ -1,0 +1,136 @@
+"""Trainer and engine in one process: buckets pass by reference, through one buffer.
+
+The buffer lies in a memory pool under the tag ``bucket`` where one is given, so that it is counted
+like everything else, and is given back after every sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+import torch
+
+from hotbunk.checkpoint_engine.bucket import Packer, bucket_size
+from hotbunk.checkpoint_engine.source import WeightSource
+from hotbunk.checkpoint_engine.transports.base import Offer, Transport
+from hotbunk.rollout.contract import Bucket, Manifest, ReceiverLayout, Ticket, Transfer
+from hotbunk.rollout.errors import SessionError, TransferFailed
+from hotbunk.rollout.memory import Arena, MemoryPool
+
+BUCKET_TAG = "bucket"
+_addresses = itertools.count()
+_open_offers: dict[str, NaiveOffer] = {}
+
+
+class NaiveOffer(Offer):
+    """An offer to one receiver in this process."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        manifest: Manifest,
+        pool: MemoryPool | None,
+        on_bucket: Callable[[], Awaitable[None]] | None,
+    ) -> None:
+        self.address = str(next(_addresses))
+        self.tickets = (Ticket("naive", self.address),)
+        self.manifest = manifest
+        self.source = source
+        self.error: BaseException | None = None
+        self._on_bucket = on_bucket
+        self._pool = pool
+        self._arena: Arena | None = None
+        self._size = bucket_size(manifest.bucket_bytes, manifest.tensors)
+        _open_offers[self.address] = self
+
+    def buffer(self) -> torch.Tensor:
+        """A bucket's buffer, taken when the first one is packed."""
+        if self._pool is None:
+            return torch.empty(self._size, dtype=torch.uint8)
+        self._arena = self._pool.arena(BUCKET_TAG, self._size, self.address)
+        region = self._arena.add("bucket", self._size)
+        return torch.frombuffer(self._arena.view(region), dtype=torch.uint8)
+
+    async def filled(self) -> None:
+        """A bucket was filled: the moment at which a sync holds most memory."""
+        if self._on_bucket is not None:
+            await self._on_bucket()
+
+    async def close(self) -> None:
+        _open_offers.pop(self.address, None)
+        if self._arena is not None and self._pool is not None:
+            self._pool.drop(self._arena)
+            self._arena = None
+
+
+class NaiveTransfer(Transfer):
+    """The receiver's end: packs a bucket when it is asked for one."""
+
+    def __init__(self, offer: NaiveOffer) -> None:
+        self.manifest = offer.manifest
+        self._offer = offer
+        self._layout: ReceiverLayout | None = None
+        self._packer: Packer | None = None
+
+    async def accept(self, layout: ReceiverLayout | None) -> None:
+        self._layout = layout
+
+    async def buckets(self) -> AsyncIterator[Bucket]:
+        if self._packer is not None:
+            raise SessionError("the buckets of this update were taken before")
+        specs = self.manifest.tensors
+        packer = self._packer = Packer(
+            specs,
+            self._offer.source.tensors(),
+            self._offer.buffer(),
+            layout=self._layout,
+            fingerprints=self.manifest.fingerprint != "none",
+        )
+        while True:
+            # Off the event loop: a bucket takes longer to fill than a loop may stand still.
+            bucket = await asyncio.to_thread(packer.next)
+            if bucket is None:
+                return
+            await self._offer.filled()
+            yield bucket
+
+    async def fingerprints(self) -> Mapping[str, int]:
+        return self._packer.fingerprints if self._packer else {}
+
+    async def commit(self) -> None:
+        """One rank: its vote is the decision."""
+
+    async def decline(self) -> None:
+        """Nothing was packed yet."""
+
+    async def abort(self, error: BaseException) -> None:
+        self._offer.error = error
+
+
+class NaiveTransport(Transport):
+    """See the module. ``on_bucket`` is called at each full bucket, to measure."""
+
+    name = "naive"
+
+    def __init__(
+        self, pool: MemoryPool | None = None, on_bucket: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        self._pool = pool
+        self._on_bucket = on_bucket
+
+    async def offer(self, source: WeightSource, manifest: Manifest, *, ranks: int = 1) -> Offer:
+        if ranks != 1:
+            raise SessionError(f"the naive transport reaches one rank, not {ranks}")
+        return NaiveOffer(source, manifest, self._pool, self._on_bucket)
+
+    @staticmethod
+    def open(ticket: Ticket) -> Transfer:
+        offer = _open_offers.pop(ticket.address, None)
+        if offer is None:
+            raise TransferFailed(
+                f"no offer {ticket.address!r} in this process",
+                remedy="the naive transport works within one process, once per ticket",
+            )
+        return NaiveTransfer(offer)
