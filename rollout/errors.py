@@ -34,6 +34,7 @@
     ├── DeadlineExceeded (TimeoutError)     a step did not end in time
     ├── RequestRejected                     a request that may be retried elsewhere
     │   └── ReplicaRejecting                this replica is leaving the pool
+    ├── LogprobMismatch                     trainer and engine disagree about the same tokens
     ├── SyncFailed                          a sync in which some replica did not commit
     └── EngineFailed                        the engine itself raised; carries its traceback
 
@@ -373,6 +374,18 @@ class RequestRejected(HotbunkError):
 
 class ReplicaRejecting(RequestRejected):
     """This replica is leaving the pool: send the request to another one."""
+
+
+class LogprobMismatch(HotbunkError):
+    """The trainer gives the tokens an engine drew other log-probs than the engine did."""
+
+    def __init__(self, difference: float, tolerance: float, **kw: Any) -> None:
+        self.difference = difference
+        super().__init__(
+            f"log-probs of the same tokens differ by {difference:.2e} (tolerance {tolerance:g})",
+            remedy=kw.pop("remedy", "the weights or element types of the two sides differ"),
+            **kw,
+        )
 
 
 class SyncFailed(HotbunkError):

@@ -26,6 +26,11 @@ def convert(values: Mapping[str, Any], into: type[T], where: str) -> T:
                 where=where,
                 remedy=f"options are {', '.join(known)}",
             )
+    return convert_nested(values, into, where)
+
+
+def convert_nested(values: Mapping[str, Any], into: type[T], where: str) -> T:
+    """As :func:`convert`, for structs within structs; unknown keys are msgspec's to name."""
     try:
         return msgspec.convert(dict(values), into)
     except msgspec.ValidationError as error:

@@ -45,7 +45,8 @@ def names(group: str) -> list[str]:
     return sorted(point.name for point in entry_points(group=group))
 
 
-def _find(group: str, name: str) -> EntryPoint:
+def find(group: str, name: str) -> EntryPoint:
+    """The entry point. :raises BackendNotFound: none of that name, with the closest one."""
     kind = group.rsplit(".", 1)[1].rstrip("s")
     for point in entry_points(group=group):
         if point.name == name:
@@ -58,7 +59,7 @@ def _find(group: str, name: str) -> EntryPoint:
 
 
 def _load(group: str, name: str) -> Any:
-    point = _find(group, name)
+    point = find(group, name)
     try:
         return point.load()
     except ModuleNotFoundError as error:

@@ -64,6 +64,27 @@ def test_broken_tokenizer_file(tiny: Path, content: str) -> None:
         models.load_bundle(tiny)
 
 
+def test_transformers_reads_the_same_tokenizer(tiny: Path) -> None:
+    ours, theirs = ByteTokenizer(), transformers.AutoTokenizer.from_pretrained(tiny)
+    every_byte = bytes(range(256)).decode("latin-1")
+    for text in ("123=", "héllo ☃ 𝄞\n\t", "", " it's  2 spaces", every_byte):
+        assert theirs(text)["input_ids"] == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+    assert len(theirs) == ours.vocab_size
+    assert (theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id) == (256, 257, 258)
+    wrapped = models.HFTokenizer(theirs)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert wrapped.encode_chat(chat) == ours.encode_chat(chat)
+    assert wrapped.decode([256, 49, 257, 258]) == "1"
+    theirs.chat_template = None
+    assert wrapped.encode_chat(chat) == ours.encode_chat(chat)
+    with pytest.raises(UsageError, match="outside"):
+        wrapped.decode([259])
+    theirs.eos_token = None
+    with pytest.raises(ConfigError, match="no end-of-sequence"):
+        models.HFTokenizer(theirs)
+
+
 # -- tiny models ------------------------------------------------------------------------------
 
 

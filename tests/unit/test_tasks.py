@@ -106,6 +106,17 @@ def test_a_struct_with_unset_options_is_a_config() -> None:
     assert make_task(TaskConfig()).max_response_tokens == 4
 
 
+def test_every_task_takes_a_response_length(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", {"prompt": "a", "answer": "b" * 40})
+    assert make_task({"name": "jsonl", "path": str(path)}).max_response_tokens == 80
+    for name, more in (("copy", {}), ("arithmetic", {}), ("jsonl", {"path": str(path)})):
+        task = make_task({"name": name, "max_response_tokens": 7, **more})
+        assert task.max_response_tokens == 7
+        for wrong in (0, -1, True, "7"):
+            with pytest.raises(ConfigError):
+                make_task({"name": name, "max_response_tokens": wrong, **more})
+
+
 # -- JSONL ------------------------------------------------------------------------------------
 
 
@@ -203,6 +214,20 @@ def test_function_from_a_file_gets_what_the_file_says(tmp_path: Path, prompts: P
     assert task.reward(task.samples[0], "c") == 0.5
 
 
+def test_a_file_may_use_dataclasses_and_have_a_namesake(tmp_path: Path, prompts: Path) -> None:
+    values = []
+    for place, worth in (("a", 0.25), ("b", 0.75)):
+        module = tmp_path / place / "my.py"
+        module.parent.mkdir()
+        module.write_text(
+            "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+            f"@dataclass\nclass Score:\n    value: float = {worth}\n"
+            "def f(prompt, answer, completion):\n    return Score().value\n"
+        )
+        values.append(JsonlTask(prompts, f"{module}:f"))
+    assert [task.reward(task.samples[0], "c") for task in values] == [0.25, 0.75]
+
+
 def test_chat_prompts_reach_the_function_as_messages(tmp_path: Path) -> None:
     path = write(
         tmp_path / "t.jsonl", {"prompt": [{"role": "user", "content": "hi"}], "answer": "a"}
@@ -249,6 +274,7 @@ def test_reward_that_cannot_be_found(tmp_path: Path, prompts: Path, spec: str, s
         ("return -0.1", "outside [0, 1]"),
         ("return float('nan')", "outside [0, 1]"),
         ("return float('inf')", "outside [0, 1]"),
+        ("return 10**9000", "outside [0, 1]"),
         ("return None", "returned NoneType, not a number"),
         ("return '1'", "returned str, not a number"),
         ("return [1]", "returned list, not a number"),

@@ -1,7 +1,7 @@
 """A Llama in GGUF into a plain model directory (bfloat16), without transformers' GGUF loader.
 
-That loader wants accelerate, splits no digits in this tokenizer, and yields a model that refuses to
-be saved. The layout of the file is the GGUF specification's.
+That loader wants accelerate and yields a model that refuses to be saved; the few rules there are
+(names, the order of rotary pairs) are here. The layout of the file is the GGUF specification's.
 """
 
 from __future__ import annotations

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import numbers
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import cast
+from zlib import crc32
 
 from hotbunk.rollout.errors import ConfigError, closest
 
@@ -79,42 +80,54 @@ def call_reward(
 
     :raises ConfigError: it raised, or returned something else; ``where`` locates the sample.
     """
-    try:
+    with _UsersCode(f"reward {name!r}", where):
         value = function(prompt, answer, completion)
-    except Exception as error:  # the function is the user's and may raise anything at all
-        raise ConfigError(
-            f"reward {name!r} raised {type(error).__name__}: {error}", where=where
-        ) from error
     if not isinstance(value, numbers.Real):
         raise ConfigError(
             f"reward {name!r} returned {type(value).__name__}, not a number", where=where
         )
-    number = float(value)
-    if not math.isfinite(number) or not -_SLACK <= number <= 1 + _SLACK:
-        raise ConfigError(f"reward {name!r} returned {number:g}, outside [0, 1]", where=where)
-    return min(1.0, max(0.0, number))
+    number = cast(float, value)  # Real compares like one; float() itself could overflow
+    if not -_SLACK <= number <= 1 + _SLACK:  # NaN is not within either
+        said = repr(number) if isinstance(number, float) or abs(number) < 1e9 else "a huge number"
+        raise ConfigError(f"reward {name!r} returned {said}, outside [0, 1]", where=where)
+    return min(1.0, max(0.0, float(number)))
 
 
 def _from_file(path: Path, spec: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"reward {spec!r}: there is no file {path}")
-    found = importlib.util.spec_from_file_location(f"_hotbunk_reward_{path.stem}", path)
+    name = f"_hotbunk_reward_{path.stem}_{crc32(str(path.resolve()).encode()):08x}"
+    found = importlib.util.spec_from_file_location(name, path)
     if found is None or found.loader is None:
         raise ConfigError(f"reward {spec!r}: {path} cannot be imported")
     module = importlib.util.module_from_spec(found)
-    try:
+    sys.modules[name] = module  # dataclasses and typing look their module up there
+    with _UsersCode(f"reward {spec!r}: importing {path}"):
         found.loader.exec_module(module)
-    except Exception as error:  # top-level code of the user's own file
-        raise ConfigError(
-            f"reward {spec!r}: importing {path} raised {type(error).__name__}: {error}"
-        ) from error
     return module
 
 
 def _from_name(name: str, spec: str) -> ModuleType:
-    try:
+    with _UsersCode(f"reward {spec!r}: importing {name}"):
         return importlib.import_module(name)
-    except Exception as error:  # a missing module, or the user's own top-level code
-        raise ConfigError(
-            f"reward {spec!r}: importing {name} raised {type(error).__name__}: {error}"
-        ) from error
+
+
+class _UsersCode:
+    """Turns whatever the user's own code raises into a ConfigError that says where it was.
+
+    The one place where any exception is caught: nobody can list what a user's function raises.
+    KeyboardInterrupt and SystemExit pass.
+    """
+
+    def __init__(self, what: str, where: str = "") -> None:
+        self._what = what
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            raise ConfigError(
+                f"{self._what} raised {type(error).__name__}: {error}", where=self._where
+            ) from error

@@ -130,15 +130,14 @@ class JsonlTask(Task):
 
     name = "jsonl"
 
-    def __init__(
-        self, path: str | Path, reward: str = "exact", max_response_tokens: int | None = None
-    ) -> None:
+    def __init__(self, path: str | Path, reward: str = "exact") -> None:
         self.path = Path(path)
         self.samples = _read_samples(self.path)
         self.reward_name = reward
         self._reward = rewards.load_reward(reward)
         longest = max(len(sample.answer.encode()) for sample in self.samples)
-        self.max_response_tokens = max_response_tokens or max(16, 2 * longest)
+        # Room for an answer that says more than the reference.
+        self.max_response_tokens = max(16, 2 * longest)
 
     def sample(self, rng: random.Random, n: int) -> list[Sample]:
         """``n`` lines, none twice while there are others left."""
@@ -219,7 +218,7 @@ _TASKS: dict[str, tuple[Callable[..., Task], frozenset[str]]] = {
     "copy": (CopyTask, frozenset({"digits"})),
     "digit_plus_one": (DigitPlusOneTask, frozenset({"digits"})),
     "arithmetic": (ArithmeticTask, frozenset()),
-    "jsonl": (JsonlTask, frozenset({"path", "reward", "max_response_tokens"})),
+    "jsonl": (JsonlTask, frozenset({"path", "reward"})),
 }
 
 
@@ -227,6 +226,7 @@ def make_task(config: str | Mapping[str, object] | msgspec.Struct) -> Task:
     """The task a configuration names: a bare name, or ``name`` with that task's options.
 
     Options that are None count as not given, so one struct can hold the options of all tasks.
+    ``max_response_tokens`` is an option of every task and replaces its hint.
 
     :raises ConfigError: no task of that name, or an option that the task does not have.
     """
@@ -246,6 +246,7 @@ def make_task(config: str | Mapping[str, object] | msgspec.Struct) -> Task:
             remedy=f"use one of {', '.join(_TASKS)}",
         )
     factory, known = _TASKS[name]
+    known |= {"max_response_tokens"}
     for key in options:
         if key not in known:
             raise ConfigError(f"task {name!r} has no option {key!r}{closest(key, known)}")
@@ -255,4 +256,10 @@ def make_task(config: str | Mapping[str, object] | msgspec.Struct) -> Task:
         wanted = int if key in ("digits", "max_response_tokens") else (str, Path)
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise ConfigError(f"task option {key!r} cannot be {value!r}")
-    return factory(**options)
+    length = options.pop("max_response_tokens", None)
+    task = factory(**options)
+    if isinstance(length, int):
+        if length < 1:
+            raise ConfigError(f"max_response_tokens must be 1 or more, not {length}")
+        task.max_response_tokens = length
+    return task

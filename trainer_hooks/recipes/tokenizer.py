@@ -48,6 +48,47 @@ class _ByteFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pad_id: int
 
 
+_SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>")
+_HF_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<|bos|>",
+    "eos_token": "<|eos|>",
+    "pad_token": "<|pad|>",
+    "clean_up_tokenization_spaces": False,
+    # What plain_chat writes.
+    "chat_template": "{% for message in messages %}{{ message['role'] + ': ' + message['content'] "
+    "+ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}",
+}
+
+
+def _hf_tokenizer() -> dict[str, Any]:
+    """A byte-level BPE without merges, in the format of the ``tokenizers`` library."""
+    # That library writes a byte as one printable character: itself, or the next from U+0100 on.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    marks = {byte: byte for byte in printable} | {b: 256 + i for i, b in enumerate(hidden)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": 256 + place, "content": name, "special": True, **flags}
+            for place, name in enumerate(_SPECIAL)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {**byte_level, "use_regex": False},
+        "post_processor": None,
+        "decoder": {**byte_level, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "vocab": {chr(marks[byte]): byte for byte in range(256)},
+            "merges": [],
+        },
+    }
+
+
 class ByteTokenizer:
     """Ids 0..255 are the bytes of UTF-8; above them ``bos``, ``eos`` and ``pad``.
 
@@ -74,9 +115,17 @@ class ByteTokenizer:
         return "".join("\ufffd" if "\udc80" <= char <= "\udcff" else char for char in text)
 
     def save(self, model_dir: Path) -> None:
-        """Write the tokenizer's one small file into ``model_dir``."""
-        content = _ByteFile("byte", self.bos_id, self.eos_id, self.pad_id)
-        (model_dir / BYTE_TOKENIZER_FILE).write_bytes(msgspec.json.encode(content) + b"\n")
+        """Write the tokenizer into ``model_dir``: our file, and the same for Hugging Face's.
+
+        The latter is for engines and trainers that load a model directory with transformers.
+        """
+        files = {
+            BYTE_TOKENIZER_FILE: _ByteFile("byte", self.bos_id, self.eos_id, self.pad_id),
+            "tokenizer.json": _hf_tokenizer(),
+            "tokenizer_config.json": _HF_CONFIG,
+        }
+        for name, content in files.items():
+            (model_dir / name).write_bytes(msgspec.json.encode(content) + b"\n")
 
     @classmethod
     def load(cls, model_dir: Path) -> ByteTokenizer:

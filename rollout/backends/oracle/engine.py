@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
+from hotbunk.rollout.backends.oracle.arenas import Arenas
 from hotbunk.rollout.backends.oracle.device import Device
 from hotbunk.rollout.backends.oracle.faults import EngineDied, FaultPlan
 from hotbunk.rollout.backends.oracle.model import DRAFT, ENCODER, GROUPS, WeightGroup
@@ -17,7 +18,6 @@ from hotbunk.rollout.contract import (
     FULL,
     TARGET,
     AbortReport,
-    ArenaReport,
     BackendStatus,
     Cache,
     Digests,
@@ -39,8 +39,6 @@ from hotbunk.rollout.contract import (
 )
 from hotbunk.rollout.errors import (
     KVNotResident,
-    ReleaseIncomplete,
-    ResumeOutOfMemory,
     SessionError,
     Unsupported,
     UsageError,
@@ -51,13 +49,11 @@ from hotbunk.rollout.errors import (
 )
 from hotbunk.rollout.fingerprint import KIND, fingerprint_bytes
 
-KV_POOL = "pool"  # the one arena of the kv_cache tag
-
 
 class OracleEngine(Engine):
     """Built by :func:`hotbunk.rollout.backends.oracle.create`.
 
-    What a test may look at, besides the contract: ``device``, ``faults``, ``groups`` (the bytes
+    What a test may look at besides the contract: ``device``, ``faults``, ``groups`` (the bytes
     themselves), ``scheduler``, and ``post_loads`` (how often post-load processing ran).
     """
 
@@ -78,60 +74,35 @@ class OracleEngine(Engine):
             forward=self._forward,
             encode=self._encode,
         )
-        self._dirty: set[str] = set()
+        self._arenas = Arenas(options, device, faults, self.groups, self.scheduler)
         self._loop: asyncio.Task[None] | None = None
 
     # -- life ---------------------------------------------------------------------------------
 
     async def start(self) -> None:
         await self.faults.reach("start")
-        for group in self.groups.values():
-            self.device.map(Tag.WEIGHTS, group.name, group.nbytes)
-        self.device.map(Tag.KV_CACHE, KV_POOL, self.options.kv_bytes)
+        self._arenas.map_all()
         self._loop = asyncio.create_task(self.scheduler.run())
         self._loop.add_done_callback(self._loop_ended)
 
     async def close(self) -> None:
-        if self._loop is not None:
-            await stop(self._loop)
-            self._loop = None
-        for group in self.groups.values():
-            self.device.unmap(Tag.WEIGHTS, group.name)
-            self.device.keep_backup(Tag.WEIGHTS, group.name, 0)
-        self.device.unmap(Tag.KV_CACHE, KV_POOL)
+        if self._loop is None:
+            return
+        loop, self._loop = self._loop, None
+        await stop(loop)
+        self.scheduler.fail(EngineDied("the engine was closed"))
+        self._arenas.forget()
 
     def _loop_ended(self, loop: asyncio.Task[None]) -> None:
-        """The loop ends by :meth:`close` or because the engine crashed, as in a real one."""
+        """The loop ends by :meth:`close`, or because the engine crashed, as a real one would."""
         if not loop.cancelled() and (error := loop.exception()) is not None:
             self.faults.kill()
-            crash = EngineDied(f"the engine crashed: {type(error).__name__}: {error}")
-            self.scheduler.fail(crash)
+            self.scheduler.fail(EngineDied(f"the engine crashed: {type(error).__name__}: {error}"))
 
     # -- memory -------------------------------------------------------------------------------
 
     async def resume(self, tags: Collection[str] | None = None) -> MemoryReport:
-        wanted = parse_tags(tags)
-        await self.faults.reach("resume/map")
-        mapped: list[tuple[str, str]] = []
-        total = 0
-        try:
-            for tag, name, nbytes in self._arenas(wanted):
-                if not self.device.mapped(tag, name):
-                    self.device.map(tag, name, nbytes)
-                    mapped.append((tag, name))
-                    total += nbytes
-        except ResumeOutOfMemory:
-            for tag, name in mapped:
-                self.device.unmap(tag, name)
-            raise
-        await self.faults.reach("resume/restore")
-        for tag, name in mapped:
-            if tag == Tag.KV_CACHE:
-                self.scheduler.kv_mapped = True
-            else:
-                self.groups[name].map()
-                self.device.keep_backup(tag, name, 0)
-        return self._report(mapped=total)
+        return await self._arenas.resume(parse_tags(tags))
 
     async def release(
         self,
@@ -141,98 +112,224 @@ class OracleEngine(Engine):
         overrides: Mapping[str, Retention] | None = None,
     ) -> MemoryReport:
         wanted, caps = parse_tags(tags), self.capabilities
-        kv_only = wanted == (Tag.KV_CACHE,)
-        self._require("release_kv_cache" if kv_only else "release", bool(caps.release))
+        self._require("release", bool(caps.release))
         if Tag.WEIGHTS in wanted:
             self._require(f"retention {retention.value!r}", retention in caps.retentions)
         self._require_quiet("release")
-        await self._back_up(wanted, retention, overrides or {})
-        before = self.device.resident()
-        await self.faults.reach("release/unmap")
-        promised, recomputed = 0, 0
-        for tag, name, _ in self._arenas(wanted):
-            how = (overrides or {}).get(name, retention)
-            if tag == Tag.KV_CACHE:
-                promised += self.device.unmap(tag, name)
-                self.scheduler.kv_mapped = False
-                recomputed = self.scheduler.forget_kv(self.scheduler.frozen())
-            elif how is not Retention.RESIDENT:
-                if self.device.mapped(tag, name):
-                    promised += self.device.unmap(tag, name)
-                    self.groups[name].unmap(keep_content=how is Retention.BACKUP)
-                    self._dirty.discard(name)
-                elif how is Retention.DISCARD:
-                    self._drop_backup(name)
-        self.encoder_cache.clear()
-        freed = await self._measured(before, promised)
-        return self._report(freed=freed, recomputed_requests=recomputed)
+        if Tag.WEIGHTS in wanted:
+            self.encoder_cache.clear()
+        return await self._arenas.release(wanted, retention, overrides or {})
 
     async def release_kv_cache(self) -> MemoryReport:
         self._require("release_kv_cache", bool(self.capabilities.release_kv_cache))
-        return await self.release([Tag.KV_CACHE])
+        self._require_quiet("release_kv_cache")
+        return await self._arenas.release((Tag.KV_CACHE,), Retention.DISCARD, {})
 
     async def resume_kv_cache(self) -> MemoryReport:
-        return await self.resume([Tag.KV_CACHE])
+        return await self._arenas.resume((Tag.KV_CACHE,))
+
+    # -- weights ------------------------------------------------------------------------------
+
+    async def update_weights(
+        self, transfer: Transfer, *, version: Version, scope: Scope = FULL
+    ) -> UpdateReport:
+        manifest = transfer.manifest
+        if scope.kind in (ScopeKind.PARTIAL, ScopeKind.ADAPTER, ScopeKind.DELTA):
+            self._require(scope.kind.value, bool(getattr(self.capabilities, scope.kind.value)))
+        self._require_quiet("update_weights")
+        groups = dict(self.groups)
+        if scope.kind is ScopeKind.ADAPTER:  # a new one comes to life with its first byte
+            name = ADAPTER_PREFIX + scope.name
+            groups.setdefault(name, WeightGroup(name, None))
+        fed = [group for group, feedable in self.capabilities.groups.items() if feedable]
+        check_manifest(manifest, groups, fed)
+        touched = [groups[g] for g in sorted({spec.group for spec in manifest.tensors})]
+        for group in touched:
+            if not group.mapped:
+                raise WeightsNotResident(group.name, "released")
+        await self.faults.reach("update/accept")
+        await transfer.accept(None)
+        writer = Writer(manifest, groups)
+        async for bucket in transfer.buckets():
+            if writer.buckets == 0:  # until then, a sender that fails has changed nothing
+                self._begin(touched)
+            corrupt = await self.faults.reach("update/bucket")
+            writer.write(bucket)
+            if corrupt:
+                touched[0].flip_a_bit()
+        if writer.buckets == 0:
+            self._begin(touched)
+        applied = writer.finish()
+        await self.faults.reach("update/post_load")
+        for group in touched:
+            group.post_load()
+        self.post_loads += 1
+        await self.faults.reach("update/verify")
+        sent = await transfer.fingerprints()
+        if manifest.fingerprint == KIND:
+            writer.verify(sent)
+        self._forget_caches(touched)
+        await self.faults.reach("update/commit")
+        await transfer.commit()
+        await self.faults.reach("update/label")
+        for group in touched:
+            group.loaded, group.dirty, group.version = True, False, version
+        return UpdateReport(
+            version,
+            applied=applied,
+            nbytes=writer.nbytes,
+            buckets=writer.buckets,
+            verified="applied" if manifest.fingerprint == KIND else "none",
+        )
+
+    def _begin(self, touched: Collection[WeightGroup]) -> None:
+        """From here on the old content is gone."""
+        for group in touched:
+            if group.name not in self.groups:
+                self.device.map(Tag.WEIGHTS, group.name, group.nbytes)
+                self.groups[group.name] = group
+            group.loaded, group.dirty, group.version = False, True, None
+            group.pre_load()
+
+    def _forget_caches(self, touched: Collection[WeightGroup]) -> None:
+        """Nothing computed from other content may be used again."""
+        names = {group.name for group in touched}
+        if ENCODER in names:
+            self.encoder_cache.clear()
+        self.scheduler.forget_kv()
+
+    # -- generation ---------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        await self.faults.reach("generate")
+        needed = self.scheduler.blocks_needed(request)
+        if needed > self.options.kv_blocks:
+            raise UsageError(
+                f"request {request.request_id!r} needs {needed} KV blocks and there are "
+                f"{self.options.kv_blocks}"
+            )
+        if self.capabilities.gate is Gate.IN_ENGINE:
+            self._check_content(request.adapter)
+        elif request.adapter is not None and ADAPTER_PREFIX + request.adapter not in self.groups:
+            raise UsageError(f"no adapter {request.adapter!r} was ever loaded")
+        entry = self.scheduler.submit(request)
+        try:
+            while True:
+                chunk = await entry.chunks.get()
+                if isinstance(chunk, BaseException):
+                    raise chunk
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            self.scheduler.drop(entry)
+
+    async def pause_generation(
+        self, mode: PauseMode = PauseMode.ABORT, *, clear_cache: bool = True
+    ) -> PauseReport:
+        self._require(f"pause mode {mode.value!r}", bool(self.capabilities.pause[mode]))
+        await self.faults.reach("pause")
+        report = await self.scheduler.pause(mode, clear_cache, self._label())
+        if self.faults.dead is not None:
+            raise EngineDied("the engine died during a pause")
+        return report
+
+    async def resume_generation(self) -> None:
+        await self.faults.reach("resume_generation")
+        self.scheduler.open()
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> AbortReport:
+        self._require("abort", bool(self.capabilities.abort))
+        await self.faults.reach("abort")
+        everyone = {r.id: r for r in (*self.scheduler.running, *self.scheduler.waiting)}
+        wanted = list(everyone) if request_ids is None else list(dict.fromkeys(request_ids))
+        found = [everyone[i] for i in wanted if i in everyone]
+        self.scheduler.abort(found, self._label())
+        return AbortReport(
+            tuple(r.id for r in found), tuple(i for i in wanted if i not in everyone)
+        )
+
+    async def reset_caches(self, which: Collection[Cache] | None = None) -> None:
+        await self.faults.reach("reset_caches")
+        wanted = self.capabilities.caches if which is None else frozenset(which)
+        if not wanted <= self.capabilities.caches:
+            lacking = ", ".join(sorted(wanted - self.capabilities.caches))
+            raise Unsupported(f"reset of {lacking}", self.capabilities.backend)
+        if Cache.PREFIX in wanted:
+            self.scheduler.forget_kv()
+        if Cache.ENCODER in wanted:
+            self.encoder_cache.clear()
+
+    # -- looking ------------------------------------------------------------------------------
+
+    async def status(self) -> BackendStatus:
+        await self.faults.reach("status")
+        scheduler = self.scheduler
+        frozen = scheduler.frozen()
+        return BackendStatus(
+            paused=scheduler.mode is not None,
+            running=tuple(r.id for r in scheduler.running if r not in frozen),
+            waiting=tuple(r.id for r in scheduler.waiting if r not in frozen),
+            frozen=tuple(r.id for r in frozen),
+            versions={n: g.version for n, g in self.groups.items() if g.version is not None},
+            kv_blocks_total=self.options.kv_blocks,
+            kv_blocks_used=scheduler.blocks_used,
+            tokens_generated=scheduler.tokens_generated,
+            steps=scheduler.steps,
+        )
+
+    async def digest(self, names: Collection[str] | None = None) -> Digests:
+        self._require("digest", bool(self.capabilities.digest))
+        await self.faults.reach("digest")
+        owner = {name: group for group in self.groups.values() for name in group.names()}
+        if names is None:
+            names = [name for name, group in owner.items() if group.mapped]
+        for name in names:
+            if name not in owner:
+                raise UsageError(f"no tensor {name!r}{closest(name, owner)}")
+            if not owner[name].mapped:
+                raise WeightsNotResident(owner[name].name, "released")
+        values = {name: fingerprint_bytes(owner[name].read(name)) for name in names}
+        return Digests(values, KIND)
 
     async def memory(self) -> MemoryReport:
         await self.faults.reach("memory")
-        return self._report()
+        return self._arenas.report()
 
-    def _arenas(self, tags: Collection[Tag]) -> list[tuple[str, str, int]]:
-        found: list[tuple[str, str, int]] = []
-        if Tag.WEIGHTS in tags:
-            found += [(Tag.WEIGHTS.value, g.name, g.nbytes) for g in self.groups.values()]
-        if Tag.KV_CACHE in tags:
-            found.append((Tag.KV_CACHE.value, KV_POOL, self.options.kv_bytes))
-        return found
+    # -- inside -------------------------------------------------------------------------------
 
-    async def _back_up(
-        self, tags: Collection[Tag], retention: Retention, overrides: Mapping[str, Retention]
-    ) -> None:
-        """Make room on the host for every backup, or for none."""
-        await self.faults.reach("release/backup")
-        done: list[str] = []
-        for tag, name, nbytes in self._arenas(tags):
-            backup = overrides.get(name, retention) is Retention.BACKUP
-            if tag == Tag.KV_CACHE or not backup or not self.device.mapped(tag, name):
-                continue
-            try:
-                self.device.keep_backup(tag, name, nbytes)
-            except MemoryError:
-                raise
-            done.append(name)
+    def _require(self, verb: str, able: bool) -> None:
+        if not able:
+            raise Unsupported(verb, self.capabilities.backend, "see the option 'unsupported'")
 
-    def _drop_backup(self, name: str) -> None:
-        group = self.groups[name]
-        group.backup, group.loaded, group.version = None, False, None
-        self.device.keep_backup(Tag.WEIGHTS, name, 0)
+    def _require_quiet(self, verb: str) -> None:
+        """What a real engine would answer with a crash, sooner or later."""
+        if not self.scheduler.standing_still:
+            raise SessionError(f"{verb} came while generation was not quiesced")
 
-    async def _measured(self, before: int, promised: int) -> int:
-        """Wait until the device says that the memory is back."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self.options.release_deadline
-        while True:
-            freed = before - self.device.resident()
-            if freed >= promised:
-                return freed
-            if loop.time() >= until:
-                raise ReleaseIncomplete(promised, freed)
-            await asyncio.sleep(self.options.step_time or 0.001)
-            self.device.tick()
+    def _label(self) -> Version:
+        return self.groups[TARGET].version or Version()
 
-    def _report(
-        self, freed: int = 0, mapped: int = 0, recomputed_requests: int = 0
-    ) -> MemoryReport:
-        arenas = tuple(
-            ArenaReport(
-                tag,
-                name,
-                nbytes,
-                self.device.resident(tag, name),
-                self.device.backup(tag, name),
-            )
-            for tag, name, nbytes in self._arenas(tuple(Tag))
+    def _used_by(self, adapter: str | None) -> list[WeightGroup]:
+        """Groups whose content is in every token: the speculative draft, too."""
+        names = [TARGET, DRAFT] if adapter is None else [TARGET, DRAFT, ADAPTER_PREFIX + adapter]
+        return [self.groups[name] for name in names]
+
+    def _check_content(self, adapter: str | None) -> None:
+        for group in self._used_by(adapter):
+            if group.dirty:
+                raise WeightsPoisoned(group.name)
+            if not group.loaded or not group.mapped:
+                raise WeightsNotLoaded(group.name, "without content")
+        if not self.scheduler.kv_mapped:
+            raise KVNotResident()
+
+    def _forward(self, adapter: str | None) -> Forward:
+        return Forward(
+            self._label(), weights_bits(group.digest() for group in self._used_by(adapter))
         )
-        return MemoryReport(
-            arenas, freed=freed, mapped=mapped, recomputed_requests=recomputed_requests
-        )
+
+    def _encode(self, payload: int) -> int:
+        if payload not in self.encoder_cache:
+            self.encoder_cache[payload] = encoder_bits(self.groups[ENCODER].digest(), payload)
+        return self.encoder_cache[payload]

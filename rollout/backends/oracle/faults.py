@@ -108,6 +108,10 @@ class FaultPlan:
         """``point`` takes ``seconds`` of loop time longer."""
         return self.at(point, Fault(Action.DELAY, seconds=seconds), nth=nth)
 
+    def kill(self) -> None:
+        """The engine is dead from now on, unless it was already."""
+        self.dead = self.dead or Fault(Action.DIE)
+
     def clear(self) -> None:
         """Forget what is planned. The dead stay dead."""
         self._plan.clear()

@@ -149,6 +149,7 @@ class WeightGroup:
         self.owner = {alias: p.name for p in self.parameters.values() for alias in p.names}
         self.mapped = True
         self.loaded = step is not None  # the content is whole
+        self.dirty = False  # an update began and did not commit
         self.version: Version | None = None if step is None else Version(0, step)
         self.backup: bytes | None = None
         self.derived = bytes(4)  # an attribute of the module, not in the arena
@@ -218,10 +219,19 @@ class WeightGroup:
         self.backup = bytes(self.arena) if keep_content else None
         self._kept = {name: self.read(name) for name in BUFFERS.get(self.name, {})}
         self.arena[:] = bytes(len(self.arena))
-        self.mapped = False
+        self.mapped = self.dirty = False
         self.loaded = self.loaded and keep_content
         if not self.loaded:
             self.version = None
+
+    def forget_backup(self) -> None:
+        """What was kept of released content is dropped."""
+        if not self.mapped:
+            self.backup, self.loaded, self.version = None, False, None
+
+    def flip_a_bit(self) -> None:
+        """Corrupt the first parameter."""
+        self.arena[0] ^= 1
 
     def map(self) -> None:
         """The memory is back: with its backup, or with garbage and the buffers."""

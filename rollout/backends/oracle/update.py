@@ -104,7 +104,7 @@ class Writer:
 
         :raises TransferFailed: its table does not fit the offer or its own data.
         """
-        with memoryview(bucket.data).cast("B") as data:
+        with memoryview(bucket.data) as given, _bytewise(given) as data:
             if len(data) > self._manifest.bucket_bytes:
                 raise TransferFailed(
                     f"bucket {self.buckets} has {len(data)} bytes and "
@@ -126,7 +126,9 @@ class Writer:
             if sum(end - start for start, end in pieces) != spec.nbytes
         ]
         if short:
-            raise TransferFailed(f"the stream ended before {', '.join(sorted(short)[:5])} was whole")
+            raise TransferFailed(
+                f"the stream ended before {', '.join(sorted(short)[:5])} was whole"
+            )
         for index, content in self._seconds.items():
             spec = self._manifest.tensors[index]
             group = self._groups[spec.group]
@@ -142,8 +144,7 @@ class Writer:
         wrong = [
             spec.name
             for spec in self._manifest.tensors
-            if sent.get(spec.name)
-            != fingerprint_bytes(self._groups[spec.group].read(spec.name))
+            if sent.get(spec.name) != fingerprint_bytes(self._groups[spec.group].read(spec.name))
         ]
         if wrong:
             raise VerifyFailed(wrong)
@@ -181,6 +182,10 @@ class Writer:
         else:
             self._groups[spec.group].write(spec.name, entry.start, piece)
         self.nbytes += entry.nbytes
+
+
+def _bytewise(view: memoryview) -> memoryview:
+    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
 
 
 def _overlaps(pieces: Iterable[tuple[int, int]], start: int, end: int) -> bool:

@@ -1,23 +1,73 @@
-"""The command line."""
+"""The command line. Every command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
 
 import typer
 
-import hotbunk
-
-app = typer.Typer(name="hotbunk", no_args_is_help=True, add_completion=False)
-
-
-@app.callback()
-def _root() -> None:
-    """RL rollout backends that sleep, wake and take new weights."""
+app = typer.Typer(
+    name="hotbunk",
+    help="One bunk, two crews: an RL trainer and a rollout engine take turns on the same memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 
 @app.command()
 def version() -> None:
     """Print the version."""
-    typer.echo(hotbunk.__version__)
+    from hotbunk import __version__
+
+    typer.echo(__version__)
+
+
+@app.command()
+def train(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Settings, e.g. out=runs/a steps=50 seed=2 task=arithmetic, or resume=DIR.",
+        ),
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the configuration and do nothing.")
+    ] = False,
+) -> None:
+    """Train a policy with GRPO while the engine sleeps and wakes around every step.
+
+    Without arguments: a tiny model learns to copy digits in about a minute. Groups to choose
+    from: preset (tiny, smollm2), rollout, transport, trainer, task.
+    """
+    from hotbunk.cli.train import run
+
+    run(overrides or [], show=show)
 
 
 def main() -> None:
-    """Entry point of the `hotbunk` script."""
-    app()
+    """The entry point: typed errors become one sentence and an exit code.
+
+    2: what was asked for cannot be meant. 1: it failed. 130: interrupted.
+    """
+    # Before torch is loaded: waiting OpenMP threads must sleep, or they starve the other crew.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from hotbunk.rollout.errors import HotbunkError, UsageError
+
+    try:
+        app()
+    except UsageError as error:
+        _say(error)
+        sys.exit(2)
+    except HotbunkError as error:
+        _say(error)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _say(error: Exception) -> None:
+    typer.secho(f"hotbunk: {error}", err=True, fg=typer.colors.RED)

@@ -1,0 +1,137 @@
+"""A run as it goes: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hotbunk.trainer_hooks.recipes.config import RunConfig
+
+_BARS = "▁▂▃▄▅▆▇█"
+_ROWS = 8
+_COLUMNS = (
+    ("step", "step"),
+    ("reward", "reward/mean"),
+    ("Δlogprob", "rollout/logprob_diff_max"),
+    ("generate", "timing_s/generate"),
+    ("train", "timing_s/train"),
+    ("sync", "timing_s/update_weights"),
+    ("weights", "memory/weights_bytes"),
+    ("asleep", "memory/weights_bytes_asleep"),
+    ("KV", "memory/kv_cache_bytes"),
+    ("asleep", "memory/kv_cache_bytes_asleep"),
+    ("peak", "memory/peak_bytes"),
+)
+
+
+class LiveTable:
+    """Shows steps as they end. ``rewards`` is the whole curve so far."""
+
+    def __init__(self, config: RunConfig, *, first_step: int = 0) -> None:
+        self._config = config
+        self._first = first_step
+        self._console = Console()
+        self._rows: deque[Mapping[str, object]] = deque(maxlen=_ROWS)
+        self._rewards: list[float] = []
+        self._began = time.monotonic()
+        self._every = max((config.steps - first_step) // 20, 1)
+        self._note = ""
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(self._view(), console=self._console, refresh_per_second=8)
+
+    def __enter__(self) -> LiveTable:
+        if self._live is not None:
+            self._live.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(kind, error, trace)
+
+    def show(self, metrics: Mapping[str, object]) -> None:
+        """A step ended."""
+        self._rows.append(metrics)
+        self._rewards.append(_number(metrics["reward/mean"]))
+        if self._live is not None:
+            self._live.update(self._view())
+        elif len(self._rewards) % self._every == 1 or self._every == 1:
+            cells = (f"{title} {_cell(key, metrics[key])}" for title, key in _COLUMNS)
+            sys.stdout.write("  ".join(cells) + "\n")
+            sys.stdout.flush()
+
+    def say(self, note: str) -> None:
+        """A remark under the table."""
+        self._note = note
+        if self._live is not None:
+            self._live.update(self._view())
+        else:
+            sys.stdout.write(note + "\n")
+
+    def farewell(self, run_dir: Path, *, interrupted: bool) -> None:
+        """The end, and where things are."""
+        tenth = max(len(self._rewards) // 10, 1)
+        first, last = self._rewards[:tenth], self._rewards[-tenth:]
+        word = "stopped" if interrupted else "done"
+        gain = sum(last) / len(last) - sum(first) / len(first) if last else 0.0
+        self._console.print(
+            f"{word} after {len(self._rewards)} steps in {time.monotonic() - self._began:.0f} s; "
+            f"mean reward {sum(first) / max(len(first), 1):.2f} -> "
+            f"{sum(last) / max(len(last), 1):.2f} (gain {gain:+.2f})"
+        )
+        self._console.print(f"report: {run_dir / 'report.html'}", soft_wrap=True, highlight=False)
+
+    def _view(self) -> Group:
+        table = Table(title=f"{self._config.preset}: {self._config.task.name}", expand=False)
+        for title, _ in _COLUMNS:
+            table.add_column(title, justify="right", no_wrap=True)
+        for row in self._rows:
+            table.add_row(*(_cell(key, row[key]) for _, key in _COLUMNS))
+        done = self._first + len(self._rewards)
+        lines = [Text(f"step {done} of {self._config.steps}   {_spark(self._rewards)}")]
+        if self._rows:
+            lines.append(Text(str(self._rows[-1].get("rollout/sample", "")), style="dim"))
+        if self._note:
+            lines.append(Text(self._note, style="yellow"))
+        return Group(table, *lines)
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else float("nan")
+
+
+def _cell(key: str, value: object) -> str:
+    number = _number(value)
+    if key.startswith("memory/"):
+        return f"{number / 2**20:.1f}M"
+    if key.startswith("timing_s/"):
+        return f"{number * 1e3:.0f}ms"
+    if key == "rollout/logprob_diff_max":
+        return f"{number:.0e}"
+    return str(value) if key == "step" else f"{number:.3f}"
+
+
+def _spark(values: list[float], width: int = 60) -> str:
+    """Rewards lie in [0, 1]; each mark is the mean of its share of the steps."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    marks = []
+    for n in range(count):
+        part = values[n * len(values) // count : (n + 1) * len(values) // count]
+        marks.append(_BARS[min(int(sum(part) / len(part) * len(_BARS)), len(_BARS) - 1)])
+    return "".join(marks)

@@ -1,0 +1,1 @@
+"""Backends that the suite ships a description of."""

@@ -1,0 +1,88 @@
+"""The other side of a declaration: what is UNSUPPORTED raises ``Unsupported`` and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from hotbunk.conformance.rig import NotApplicable, Rig, expect
+from hotbunk.rollout.contract import PauseMode, Retention, Scope, Tag, Version
+from hotbunk.rollout.errors import Unsupported
+
+Attempt = Callable[[Rig], Awaitable[object]]
+
+
+def _release(retention: Retention) -> Attempt:
+    return lambda rig: rig.replica.release([Tag.WEIGHTS], retention=retention)
+
+
+def _pause(mode: PauseMode) -> Attempt:
+    return lambda rig: rig.replica.pause_generation(mode)
+
+
+def _update(scope: Callable[[Version], Scope]) -> Attempt:
+    async def attempt(rig: Rig) -> object:
+        base = await rig.label()
+        assert base is not None
+        transfer = rig.transfer(2, scope=scope(base))
+        try:
+            return await rig.send(transfer)
+        finally:
+            assert not transfer.bytes_moved, "bytes moved in an update that is not supported"
+
+    return attempt
+
+
+async def _abort(rig: Rig) -> object:
+    [running] = await rig.caught(rig.ut.prompts[0])
+    try:
+        return await rig.replica.abort()
+    finally:
+        await running.result()
+
+
+async def _keep_release(rig: Rig) -> object:
+    [running] = await rig.caught(rig.ut.prompts[0])
+    await rig.replica.pause_generation(PauseMode.KEEP)
+    before = await rig.snapshot()
+    try:
+        return await rig.replica.release([Tag.KV_CACHE])
+    finally:
+        assert await rig.snapshot() == before, "a release that is not supported changed something"
+        await rig.replica.resume_generation()
+        rig.check_tokens(await running.result(), rig.ut.prompts[0], 1)
+
+
+ATTEMPTS: dict[str, Attempt] = {
+    "release": lambda rig: rig.replica.release(),
+    "release_kv_cache": lambda rig: rig.replica.release_kv_cache(),
+    "retention.backup": _release(Retention.BACKUP),
+    "retention.discard": _release(Retention.DISCARD),
+    "retention.resident": _release(Retention.RESIDENT),
+    "pause.abort": _pause(PauseMode.ABORT),
+    "pause.wait": _pause(PauseMode.WAIT),
+    "pause.keep": _pause(PauseMode.KEEP),
+    "partial": _update(Scope.partial),
+    "delta": _update(Scope.delta),
+    "adapter": _update(lambda base: Scope.adapter("a", base)),
+    "abort": _abort,
+    "digest": lambda rig: rig.replica.digest(),
+    "keep_release": _keep_release,
+}
+
+
+async def refused(rig: Rig, capability: str) -> None:
+    """The negative run for one capability.
+
+    :raises AssertionError: it was not refused, or something changed.
+    :raises NotApplicable: there is no verb to try it with.
+    """
+    attempt = ATTEMPTS.get(capability)
+    if attempt is None:
+        raise NotApplicable(f"nothing to refuse: {capability} is a property, not a verb")
+    await rig.load(1)
+    before = await rig.snapshot()
+    error = await expect(Unsupported, attempt(rig))
+    assert error.backend == rig.caps.backend, f"the error names backend {error.backend!r}"
+    after = await rig.snapshot()
+    assert after == before, f"it was refused and yet changed {before} to {after}"
+    await rig.check_golden(1)

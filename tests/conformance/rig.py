@@ -1,0 +1,260 @@
+"""What a case works with: a started replica, its engine, and shorthands."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from hotbunk.conformance.transfers import MemoryTransfer
+from hotbunk.conformance.under_test import BackendUnderTest, Tensors
+from hotbunk.rollout.contract import (
+    FULL,
+    TARGET,
+    Completion,
+    Engine,
+    FinishReason,
+    GenerateRequest,
+    Retention,
+    Sampling,
+    Scope,
+    Tag,
+    TokenChunk,
+    UpdateReport,
+    Version,
+    collect,
+)
+from hotbunk.rollout.replica import Replica
+
+E = TypeVar("E", bound=BaseException)
+T = MemoryTransfer
+
+
+class NotApplicable(Exception):
+    """The backend has nothing to try the case on (no ties, no second group, ...)."""
+
+
+async def expect(error: type[E], doing: Awaitable[object]) -> E:
+    """Await something that must raise ``error``; returns what was raised.
+
+    :raises AssertionError: it did not raise.
+    """
+    try:
+        got = await doing
+    except error as raised:
+        return raised
+    raise AssertionError(f"{error.__name__} was to be raised and {got!r} came back")
+
+
+class Snapshot(NamedTuple):
+    """Everything that a refused verb must leave alone."""
+
+    groups: dict[str, str]
+    kv: str
+    health: str
+    pauses: tuple[tuple[str, str], ...]
+    weights_bytes: int
+    kv_bytes: int
+
+
+class Running:
+    """A request that is being read."""
+
+    def __init__(self, chunks: AsyncIterator[TokenChunk]) -> None:
+        self.tokens: list[int] = []
+        self._some = asyncio.Event()
+        self.task = asyncio.create_task(collect(self._read(chunks)))
+
+    async def _read(self, chunks: AsyncIterator[TokenChunk]) -> AsyncIterator[TokenChunk]:
+        async for chunk in chunks:
+            self.tokens.extend(chunk.token_ids)
+            if chunk.token_ids:
+                self._some.set()
+            yield chunk
+
+    async def started(self) -> Running:
+        """Until its first token is here."""
+        first = asyncio.create_task(self._some.wait())
+        await asyncio.wait({first, self.task}, return_when=asyncio.FIRST_COMPLETED)
+        if not first.done():
+            first.cancel()
+            await self.task  # says why there is none
+            raise AssertionError("the request ended without a token")
+        return self
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended, well or not."""
+        return self.task.done()
+
+    async def result(self) -> Completion:
+        """Its end."""
+        return await self.task
+
+
+class Rig:
+    """One case's replica and engine under test."""
+
+    def __init__(
+        self, under_test: BackendUnderTest, engine: Engine, replica: Replica, rng: random.Random
+    ) -> None:
+        self.ut = under_test
+        self.engine = engine
+        self.replica = replica
+        self.caps = engine.capabilities
+        self.rng = rng
+        self._requests: list[Running] = []
+        self._count = 0
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def transfer(
+        self,
+        version: int,
+        kind: type[T] = MemoryTransfer,
+        *,
+        tensors: Tensors | None = None,
+        label: Version | None = None,
+        scope: Scope = FULL,
+        **options: Any,
+    ) -> T:
+        """A sender of the weights of ``version`` (or ``tensors``), labelled 0.``version``."""
+        options.setdefault("bucket_bytes", self.ut.bucket_sizes[0])
+        return kind(
+            self.ut.weights(version) if tensors is None else tensors,
+            version=label or Version(0, version),
+            scope=scope,
+            **options,
+        )
+
+    async def send(self, transfer: MemoryTransfer, *, deadline: float | None = None) -> UpdateReport:
+        """Update the replica with it."""
+        manifest = transfer.manifest
+        return await self.replica.update_weights(
+            transfer, version=manifest.version, scope=manifest.scope, deadline=deadline
+        )
+
+    async def load(self, version: int) -> UpdateReport:
+        """A full update that must succeed."""
+        return await self.send(self.transfer(version))
+
+    def fed(self) -> list[str]:
+        """Groups that a full update carries."""
+        return sorted({spec.group for spec, _ in self.ut.weights(1)})
+
+    def off_device(self) -> Retention:
+        """Some retention that really takes weights off the device."""
+        for retention in (Retention.DISCARD, Retention.BACKUP):
+            if retention in self.caps.retentions and self.caps.release:
+                return retention
+        raise NotApplicable("weights never leave the device")
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def request(
+        self, prompt: Sequence[int], tokens: int | None = None, **more: Any
+    ) -> GenerateRequest:
+        """A greedy request with a new id."""
+        self._count += 1
+        sampling = Sampling(temperature=0, max_tokens=tokens or self.ut.tokens)
+        return GenerateRequest(f"r{self._count}", tuple(prompt), sampling, **more)
+
+    def submit(self, prompt: Sequence[int], tokens: int | None = None, **more: Any) -> Running:
+        """Start reading a request in the background."""
+        return self.read(self.request(prompt, tokens, **more))
+
+    def read(self, request: GenerateRequest) -> Running:
+        """Start reading this request in the background."""
+        running = Running(self.replica.generate(request))
+        self._requests.append(running)
+        return running
+
+    async def caught(self, *prompts: Sequence[int]) -> list[Running]:
+        """Long requests, each caught after its first token."""
+        running = [self.submit(prompt, self.ut.long_tokens) for prompt in prompts]
+        for request in running:
+            await request.started()
+        return running
+
+    async def complete(
+        self, prompt: Sequence[int], tokens: int | None = None, **more: Any
+    ) -> Completion:
+        """A request from beginning to end."""
+        return await self.submit(prompt, tokens, **more).result()
+
+    async def check_golden(self, version: int) -> None:
+        """Every prompt's tokens are those of ``version``, and say so."""
+        for prompt in self.ut.prompts:
+            done = await self.complete(prompt)
+            self.check_tokens(done, prompt, version)
+
+    def check_tokens(self, done: Completion, prompt: Sequence[int], version: int) -> None:
+        """All its tokens are what ``version`` makes of ``prompt``; its span says so."""
+        check_spans(done)
+        want = self.ut.golden(prompt, version, len(done.token_ids))
+        assert list(done.token_ids) == want, (
+            f"tokens {list(done.token_ids)} and version {version} makes {want}"
+        )
+        made_by = {span.version for span in done.spans}
+        assert made_by <= {Version(0, version)}, f"made by {version}, labelled {made_by}"
+
+    async def moment(self) -> None:
+        """Long enough for an engine that could make a token to have made one."""
+        await asyncio.sleep(self.ut.moment)
+
+    # -- state --------------------------------------------------------------------------------
+
+    async def states(self) -> dict[str, str]:
+        """Group -> state, without the version."""
+        status = await self.replica.status()
+        return {name: state.partition("(")[0] for name, state in status.groups.items()}
+
+    async def check_states(self, want: str, *, kv: str | None = None) -> None:
+        """Every fed group is in state ``want`` (and the KV cache in ``kv``)."""
+        status = await self.replica.status()
+        states = await self.states()
+        got = {name: states[name] for name in self.fed()}
+        assert set(got.values()) == {want}, f"wanted {want}, the groups are {got}"
+        assert kv is None or status.kv == kv, f"the KV cache is {status.kv}, not {kv}"
+
+    async def label(self) -> Version | None:
+        """The version that the target group says it has."""
+        return (await self.replica.status()).versions.get(TARGET)
+
+    async def snapshot(self) -> Snapshot:
+        """What must not change when a verb is refused."""
+        status = await self.replica.status()
+        return Snapshot(
+            dict(status.groups),
+            status.kv,
+            status.health,
+            tuple((p.owner, p.mode) for p in status.pauses),
+            self.ut.resident(Tag.WEIGHTS),
+            self.ut.resident(Tag.KV_CACHE),
+        )
+
+    async def close(self) -> None:
+        """Stop reading whatever is still read."""
+        for request in self._requests:
+            request.task.cancel()
+        await asyncio.gather(*(r.task for r in self._requests), return_exceptions=True)
+
+
+def check_spans(done: Completion) -> None:
+    """Spans are contiguous and cover every token; there is a logprob a token."""
+    end = 0
+    for span in done.spans:
+        assert span.start == end, f"a gap or overlap in {done.spans}"
+        assert span.end > span.start, f"an empty span in {done.spans}"
+        end = span.end
+    assert end == len(done.token_ids), f"{done.spans} do not cover {len(done.token_ids)} tokens"
+    assert len(done.logprobs) == len(done.token_ids), "a logprob is missing or left over"
+
+
+def check_aborted(done: Completion, *, retryable: bool | None = None) -> None:
+    """It was ended before its time."""
+    assert done.finish_reason is FinishReason.ABORT, f"finished with {done.finish_reason}"
+    if retryable is not None:
+        assert done.retryable is retryable, f"retryable is {done.retryable}"
+        assert done.error, "nothing says why it ended"

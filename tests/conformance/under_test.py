@@ -1,0 +1,103 @@
+"""What a backend brings to the suite: an engine, weights, and knowledge from elsewhere.
+
+A third party derives one class and needs nothing else::
+
+    class MyEngine(BackendUnderTest):
+        name = "mine"
+        prompts = ((1, 2, 3), (4, 5, 6))
+        async def start(self): ...
+
+The suite never verifies an engine with itself: goldens, weights and memory figures come from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from hotbunk.rollout.contract import Engine, Tag, TensorSpec
+from hotbunk.rollout.replica import Deadlines
+
+Tensors = list[tuple[TensorSpec, bytes]]
+
+
+class BackendUnderTest(ABC):
+    """One backend, as the suite needs to see it. Class attributes are hints with defaults.
+
+    Versions are small integers here: the suite labels the weights of ``n`` with ``Version(0, n)``,
+    and a fresh engine holds at most version 0.
+    """
+
+    name: ClassVar[str]
+    """How the backend is called in reports."""
+
+    prompts: ClassVar[tuple[tuple[int, ...], ...]]
+    """At least three prompts, of 9 tokens or more, none a prefix of another."""
+
+    tokens: ClassVar[int] = 8
+    """Response tokens in a short request."""
+
+    long_tokens: ClassVar[int] = 64
+    """Response tokens in a request that is to be caught in the middle."""
+
+    bucket_sizes: ClassVar[tuple[int, ...]] = (1 << 20, (64 << 10) + 1)
+    """Bucket sizes in bytes to send weights with; the first is used where it does not matter."""
+
+    deadlines: ClassVar[Deadlines] = Deadlines(
+        hold=3.0, drain=20.0, memory=20.0, update=20.0, inspect=2.0, grace=2.0
+    )
+    """Deadlines for the replica, in seconds of the loop's time."""
+
+    moment: ClassVar[float] = 0.2
+    """Seconds in which an engine that can make a token has made one."""
+
+    case_deadline: ClassVar[float] = 120.0
+    """Seconds one case may take, of the loop's time."""
+
+    loop_factory: ClassVar[Callable[[], asyncio.AbstractEventLoop] | None] = None
+    """The event loop to run cases on; None is asyncio's own."""
+
+    @abstractmethod
+    async def start(self) -> Engine:
+        """A fresh engine for one case, ready for :meth:`Engine.start`, which the suite calls.
+
+        Whoever looks at "the engine" below looks at the last one started.
+        """
+
+    async def stop(self) -> None:  # noqa: B027 - most have nothing left to do
+        """The case is over and the engine was closed."""
+
+    @abstractmethod
+    def weights(self, version: int) -> Tensors:
+        """The trainer's weights: every tensor that a full update carries, with its bytes.
+
+        Goldens of any two versions differ on every prompt. Ties are sent once, with ``aliases``.
+        """
+
+    @abstractmethod
+    def golden(self, prompt: Sequence[int], version: int, n: int) -> list[int]:
+        """The ``n`` greedy tokens after ``prompt`` under these weights, found without the engine."""
+
+    @abstractmethod
+    def read_weight(self, name: str) -> bytes:
+        """The bytes of a tensor as they lie in the engine, read past its verbs."""
+
+    @abstractmethod
+    def resident(self, tag: Tag) -> int:
+        """Bytes of the tag that the device or the OS counts, read past the engine's verbs."""
+
+    def host_backup(self) -> int | None:
+        """Bytes of host memory that backups take; None: cannot be told from outside."""
+        return None
+
+    def adapter(self, name: str, version: int) -> Tensors:
+        """Tensors of an adapter; asked for only where ``capabilities.adapter`` says yes."""
+        raise NotImplementedError
+
+    def adapter_golden(
+        self, prompt: Sequence[int], version: int, name: str, adapter_version: int, n: int
+    ) -> list[int]:
+        """As :meth:`golden`, with the adapter on."""
+        raise NotImplementedError

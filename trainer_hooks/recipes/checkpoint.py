@@ -1,0 +1,106 @@
+"""A run's checkpoints: a model directory anyone can load, and what the trainer needs to go on.
+
+Each is written beside its final name and renamed, so a directory that exists is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from hotbunk.rollout.errors import ConfigError
+
+KEPT = 2
+_PREFIX = "step-"
+
+
+class TrainerState(msgspec.Struct, frozen=True):
+    """Where the trainer stands: ``step`` steps are done, in this ``incarnation`` of the policy."""
+
+    step: int
+    incarnation: int
+
+
+def save_checkpoint(
+    run_dir: Path,
+    model_dir: Path,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    state: TrainerState,
+) -> Path:
+    """Write ``checkpoints/step-N`` and drop all but the newest few."""
+    from safetensors.torch import save_file
+
+    folder = run_dir / "checkpoints"
+    final = folder / f"{_PREFIX}{state.step:06d}"
+    partial = folder / f".{final.name}.{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for path in model_dir.iterdir():
+        if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
+            shutil.copy(path, partial / path.name)
+    save_file(_untied(model.state_dict()), partial / "model.safetensors", {"format": "pt"})
+    moments = {
+        f"{index}.{key}": value.detach().clone()
+        for index, entry in enumerate(_states(optimizer))
+        for key, value in entry.items()
+    }
+    save_file(moments, partial / "optimizer.safetensors")
+    (partial / "state.json").write_bytes(msgspec.json.encode(state))
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    for old in _all(run_dir)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def latest_checkpoint(run_dir: Path) -> Path:
+    """The newest whole checkpoint. :raises ConfigError: there is none."""
+    found = _all(run_dir)
+    if not found:
+        raise ConfigError(f"nothing to resume in {str(run_dir)!r}: it has no checkpoint")
+    return found[-1]
+
+
+def read_state(checkpoint: Path) -> TrainerState:
+    """Where that checkpoint stands. :raises ConfigError: it is not one of ours."""
+    try:
+        return msgspec.json.decode((checkpoint / "state.json").read_bytes(), type=TrainerState)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"checkpoint {str(checkpoint)!r} cannot be read: {error}") from error
+
+
+def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Fill the optimizer's state in place: its tensors stay where they lie."""
+    from safetensors.torch import load_file
+
+    stored = load_file(checkpoint / "optimizer.safetensors")
+    with torch.no_grad():
+        for index, entry in enumerate(_states(optimizer)):
+            for key, value in entry.items():
+                value.copy_(stored[f"{index}.{key}"])
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[Mapping[str, torch.Tensor]]:
+    return [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _untied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tied tensors once, under their first name; the model ties them again."""
+    seen: set[int] = set()
+    kept: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if tensor.data_ptr() not in seen or not tensor.numel():
+            seen.add(tensor.data_ptr())
+            kept[name] = tensor.detach().clone()
+    return kept
+
+
+def _all(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "checkpoints").glob(f"{_PREFIX}*"))

@@ -1,0 +1,235 @@
+"""What a training run is made of: plain YAML composed by Hydra, then frozen and checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hotbunk.checkpoint_engine.policy import SyncPolicy
+from hotbunk.rollout.contract import Deployment
+from hotbunk.rollout.errors import ConfigError, closest
+from hotbunk.rollout.options import convert_nested
+
+GROUPS = ("preset", "rollout", "transport", "trainer", "task")
+
+
+class TinyModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The model that is made from nothing. Its tokenizer is byte-level."""
+
+    family: str = "llama"
+    hidden: int = 128
+    layers: int = 2
+    context: int = 1024
+
+
+class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The engine: a backend by name, and what it is told (see that backend's options)."""
+
+    name: str = "reference"
+    deployment: Deployment = Deployment.HYBRID
+    free_cache_engine: bool = True
+    hold_deadline: float = 600.0
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How weights travel."""
+
+    name: str = "naive"
+
+
+class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """GRPO. ``prompts`` and ``group_size`` are per step; ``max_response_tokens`` None asks the
+    task. ``mini_batches`` optimizer steps an epoch; ``micro_batch`` responses a forward pass."""
+
+    name: str = "grpo"
+    prompts: int = 16
+    group_size: int = 16
+    max_response_tokens: int | None = None
+    temperature: float = 1.0
+    lr: float = 5e-4
+    warmup: int = 10
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = 1.0
+    clip: float = 0.2
+    kl_coef: float = 0.0
+    epochs: int = 1
+    mini_batches: int = 1
+    micro_batch: int = 256
+    offload: bool = True
+    logprob_tolerance: float = 1e-3
+    save_every: int = 0
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "epochs", "mini_batches", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"trainer.{name}={getattr(self, name)} must be 1 or more")
+        if self.group_size < 2:
+            raise ConfigError(
+                f"trainer.group_size={self.group_size} must be 2 or more: an advantage is relative"
+            )
+        if self.temperature <= 0:
+            raise ConfigError(f"trainer.temperature={self.temperature} must be above 0")
+        if self.lr < 0 or self.clip <= 0 or self.kl_coef < 0:
+            raise ConfigError("trainer.lr, trainer.clip and trainer.kl_coef must not be negative")
+        if self.max_response_tokens is not None and self.max_response_tokens < 1:
+            raise ConfigError("trainer.max_response_tokens must be 1 or more")
+        if self.prompts * self.group_size < self.mini_batches:
+            raise ConfigError("trainer.mini_batches is more than there are responses a step")
+
+
+class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is practised: a built-in, or ``jsonl`` with the user's file and reward."""
+
+    name: str = "copy"
+    digits: int | None = None
+    path: str | None = None
+    reward: str | None = None
+    max_response_tokens: int | None = None
+
+
+class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A whole run. ``model`` is ``tiny``, ``smollm2`` or a directory."""
+
+    out: str
+    preset: str = "tiny"
+    model: str = "tiny"
+    steps: int = 400
+    seed: int = 1
+    strict: bool = False
+    tiny: TinyModel = TinyModel()
+    rollout: RolloutConfig = RolloutConfig()
+    transport: TransportConfig = TransportConfig()
+    sync: SyncPolicy = SyncPolicy()
+    trainer: TrainerConfig = TrainerConfig()
+    task: TaskConfig = TaskConfig()
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"steps={self.steps} must be 1 or more")
+
+
+def compose(overrides: Sequence[str]) -> dict[str, Any]:
+    """The composed configuration as plain data.
+
+    :raises ConfigError: an override that names no key or no preset, with the closest match.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_module
+    from hydra.errors import ConfigCompositionException, HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    with initialize_config_module("hotbunk.configs", version_base="1.3"):
+        try:
+            base = OmegaConf.to_container(hydra_compose("train"))
+            assert isinstance(base, dict)
+            _check_overrides(overrides, base)
+            made = hydra_compose("train", overrides=list(overrides))
+            plain = OmegaConf.to_container(made, resolve=True)
+        except (HydraException, ConfigCompositionException, OmegaConfBaseException) as error:
+            raise ConfigError(" ".join(str(error).split())) from error
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _check_overrides(overrides: Sequence[str], base: Mapping[Any, Any]) -> None:
+    """Name the mistake before Hydra does: it knows neither a closest match nor our groups."""
+    for text in overrides:
+        key, sign, value = text.partition("=")
+        if not sign or key.startswith("-"):
+            raise ConfigError(f"{text!r} is not of the form key=value")
+        key = key.lstrip("+")
+        if key in GROUPS:
+            known = choices(key)
+            if value not in known:
+                raise ConfigError(
+                    f"there is no {key} {value!r}{closest(value, known)}",
+                    remedy=f"{key} is one of {', '.join(known)}",
+                )
+            continue
+        here: Any = base
+        for depth, part in enumerate(key.split(".")):
+            if key.startswith("rollout.options.") and depth == 2:
+                break  # the backend knows its options and refuses the others
+            known_keys = _known_keys(here, key.split(".")[:depth])
+            if part not in known_keys:
+                raise ConfigError(
+                    f"unknown key {key!r}{_closest_key(part, key, depth, known_keys)}"
+                )
+            here = here.get(part) if isinstance(here, Mapping) else None
+
+
+def _known_keys(here: Any, path: Sequence[str]) -> set[str]:
+    structs: dict[tuple[str, ...], type[msgspec.Struct]] = {
+        (): RunConfig,
+        ("tiny",): TinyModel,
+        ("rollout",): RolloutConfig,
+        ("transport",): TransportConfig,
+        ("sync",): SyncPolicy,
+        ("trainer",): TrainerConfig,
+        ("task",): TaskConfig,
+    }
+    struct = structs.get(tuple(path))
+    known = {field.name for field in msgspec.structs.fields(struct)} if struct else set()
+    return known | (set(map(str, here)) if isinstance(here, Mapping) else set())
+
+
+def _closest_key(part: str, key: str, depth: int, known: set[str]) -> str:
+    prefix = ".".join(key.split(".")[:depth])
+    return closest(f"{prefix}.{part}".strip("."), [f"{prefix}.{k}".strip(".") for k in known])
+
+
+def choices(group: str) -> list[str]:
+    """What a config group offers."""
+    from importlib.resources import files
+
+    folder = files("hotbunk.configs") / group
+    return sorted(
+        p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml")
+    )
+
+
+def load(overrides: Sequence[str]) -> RunConfig:
+    """Compose and check. :raises ConfigError: see :func:`compose`; or a value that cannot be."""
+    return convert_nested(compose(overrides), RunConfig, "configuration")
+
+
+def save(config: RunConfig, path: Path) -> None:
+    """Write ``config.yaml``."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.save(OmegaConf.create(msgspec.to_builtins(config)), path)
+
+
+def reload(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of an earlier run, with ``overrides`` on top and its folder as ``out``.
+
+    :raises ConfigError: it has none, or an override is unknown.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"nothing to resume in {str(run_dir)!r}: config.yaml is missing")
+    stored = OmegaConf.load(path)
+    plain = OmegaConf.to_container(stored)
+    assert isinstance(plain, dict)
+    for text in overrides:
+        if text.partition("=")[0] in GROUPS:
+            raise ConfigError(f"a resumed run keeps its groups: {text!r} cannot be changed")
+    _check_overrides(overrides, plain)
+    try:
+        merged = OmegaConf.merge(stored, OmegaConf.from_dotlist(list(overrides)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    result = OmegaConf.to_container(merged)
+    assert isinstance(result, dict)
+    result["out"] = str(run_dir)
+    return convert_nested({str(k): v for k, v in result.items()}, RunConfig, str(path))

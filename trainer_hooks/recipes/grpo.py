@@ -1,0 +1,113 @@
+"""GRPO's arithmetic over token ids: advantages, the clipped loss, and the trainer's log-probs.
+
+Group-relative policy optimisation as in Shao et al., DeepSeekMath (2024), section 4.1: the
+advantage of a response is its reward, normalised over the responses to the same prompt; the loss
+is PPO's clipped ratio (Schulman et al., 2017), averaged over response tokens; an optional penalty
+is the low-variance estimate of the KL divergence to a reference policy (Schulman, 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hotbunk.rollout.contract import Completion
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Responses ready for training.
+
+    ``ids`` [responses, tokens] are prompt and response, padded right. ``mask`` and ``behaviour``
+    [responses, tokens - 1] speak of the prediction of token t + 1: whether it is a response token,
+    and the log-prob the engine gave it. ``advantages`` [responses].
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    behaviour: torch.Tensor
+    advantages: torch.Tensor
+
+    def rows(self, chosen: torch.Tensor) -> Batch:
+        """Some of the responses."""
+        return Batch(
+            self.ids[chosen], self.mask[chosen], self.behaviour[chosen], self.advantages[chosen]
+        )
+
+
+def group_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
+    """``(reward - mean) / (std + 1e-4)`` within each group of consecutive responses."""
+    grouped = rewards.view(-1, group_size)
+    centred = grouped - grouped.mean(1, keepdim=True)
+    return (centred / (grouped.std(1, keepdim=True, correction=0) + 1e-4)).view(-1)
+
+
+def make_batch(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    advantages: torch.Tensor,
+    pad_id: int,
+) -> Batch:
+    """Put responses side by side."""
+    longest = max(len(p) + len(c.token_ids) for p, c in zip(prompts, completions, strict=True))
+    ids = torch.full((len(prompts), longest), pad_id)
+    mask = torch.zeros(len(prompts), longest - 1)
+    behaviour = torch.zeros(len(prompts), longest - 1)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        begin, end = len(prompt), len(prompt) + len(completion.token_ids)
+        ids[row, :begin] = torch.tensor(prompt)
+        ids[row, begin:end] = torch.tensor(completion.token_ids)
+        mask[row, begin - 1 : end - 1] = 1.0
+        behaviour[row, begin - 1 : end - 1] = torch.tensor(completion.logprobs)
+    return Batch(ids, mask, behaviour, advantages)
+
+
+def token_logprobs(model: Any, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """The model's log-probs of tokens 1.. of each row, [responses, tokens - 1], in float32.
+
+    Log-softmax at ``temperature``, untruncated: what the engine reports for the tokens it draws.
+    """
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
+    chosen: torch.Tensor = (logits / temperature).log_softmax(-1).gather(2, ids[:, 1:, None])
+    return chosen.squeeze(2)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss and what is worth a look: KL to the reference, share of clipped tokens."""
+
+    value: torch.Tensor
+    kl: float
+    clipped: float
+
+
+def grpo_loss(
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    batch: Batch,
+    *,
+    clip: float,
+    tokens: float,
+    reference: torch.Tensor | None = None,
+    kl_coef: float = 0.0,
+) -> Loss:
+    """The clipped loss of some rows, summed over response tokens and divided by ``tokens``.
+
+    ``tokens`` is the count over the whole minibatch, so that pieces of it add up. All log-probs
+    are [responses, tokens - 1].
+    """
+    ratio = (logprobs - old).exp()
+    advantage = batch.advantages[:, None]
+    plain, bounded = ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage
+    per_token = -torch.minimum(plain, bounded)
+    kl = 0.0
+    if reference is not None:
+        gap = reference - logprobs
+        divergence = gap.exp() - gap - 1
+        per_token = per_token + kl_coef * divergence
+        kl = float((divergence.detach() * batch.mask).sum() / tokens)
+    clipped = float(((bounded < plain).float() * batch.mask).sum() / tokens)
+    return Loss((per_token * batch.mask).sum() / tokens, kl, clipped)

@@ -1,0 +1,122 @@
+"""The trainer's side of GRPO: a torch model, AdamW, and one step over a batch.
+
+It knows nothing of engines; its memory lies in a pool, so that it can be given away.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotbunk.checkpoint_engine.source import TensorSource, module_source
+from hotbunk.rollout.memory import MemoryPool
+from hotbunk.trainer_hooks.recipes.config import TrainerConfig
+from hotbunk.trainer_hooks.recipes.grpo import Batch, grpo_loss, token_logprobs
+from hotbunk.trainer_hooks.recipes.models import load_model
+from hotbunk.trainer_hooks.share import PooledTrainer
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What a training step saw. ``logprob_diff_max`` is between rollout and trainer."""
+
+    loss: float
+    grad_norm: float
+    kl: float
+    clipped: float
+    logprob_diff_max: float
+    logprob_diff_mean: float
+
+
+class Learner:
+    """Owns the policy being trained. ``step`` may run in any thread, one at a time."""
+
+    def __init__(self, model_dir: Path, config: TrainerConfig, pool: MemoryPool) -> None:
+        self.config = config
+        self.model: Any = load_model(model_dir, dtype=torch.float32)
+        self.model.train()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+        )
+        self._reference: Any = None
+        if config.kl_coef > 0:
+            self._reference = copy.deepcopy(self.model).requires_grad_(False)
+        self.share = PooledTrainer(self.model, self.optimizer, pool, offload=config.offload)
+        self.source: TensorSource = module_source(self.model)
+
+    def step(self, batch: Batch, number: int) -> StepStats:
+        """One step over a batch: ``epochs`` times ``mini_batches`` optimizer steps.
+
+        :param number: of the step, from 0; the learning rate warms up over the first few.
+        """
+        config = self.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.lr * min(1.0, (number + 1) / max(config.warmup, 1))
+        once = config.epochs * config.mini_batches == 1
+        # With a single optimizer step the forward pass that trains also compares; with several,
+        # the log-probs before the first of them are taken beforehand.
+        before = None if once else self._logprobs(batch)
+        stats: list[tuple[float, float, float, float]] = []
+        seen = torch.zeros_like(batch.behaviour)
+        for epoch in range(config.epochs):
+            order = torch.randperm(
+                len(batch.ids), generator=torch.Generator().manual_seed(number * 1000 + epoch)
+            )
+            if once:
+                order = torch.arange(len(batch.ids))
+            pieces = order.chunk(config.mini_batches)
+            stats.extend(self._update(batch, piece, before, seen) for piece in pieces)
+        ours = seen if before is None else before
+        gap = (ours - batch.behaviour).abs() * batch.mask
+        count = len(stats)
+        loss, norm, kl, clipped = (sum(column) / count for column in zip(*stats, strict=True))
+        return StepStats(
+            loss, norm, kl, clipped, float(gap.max()), float(gap.sum() / batch.mask.sum())
+        )
+
+    def _update(
+        self,
+        batch: Batch,
+        chosen: torch.Tensor,
+        before: torch.Tensor | None,
+        seen: torch.Tensor,
+    ) -> tuple[float, float, float, float]:
+        config = self.config
+        tokens = float(batch.mask[chosen].sum())
+        self.optimizer.zero_grad(set_to_none=False)
+        loss = kl = clipped = 0.0
+        for rows in torch.split(chosen, config.micro_batch):
+            part = batch.rows(rows)
+            ours = token_logprobs(self.model, part.ids, config.temperature)
+            seen[rows] = ours.detach()
+            reference = None
+            if self._reference is not None:
+                with torch.no_grad():
+                    reference = token_logprobs(self._reference, part.ids, config.temperature)
+            result = grpo_loss(
+                ours,
+                part.behaviour if before is None else before[rows],
+                part,
+                clip=config.clip,
+                tokens=tokens,
+                reference=reference,
+                kl_coef=config.kl_coef,
+            )
+            result.value.backward()  # type: ignore[no-untyped-call]
+            loss += float(result.value.detach())
+            kl, clipped = kl + result.kl, clipped + result.clipped
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
+        self.optimizer.step()
+        return loss, float(norm), kl, clipped
+
+    @torch.no_grad()
+    def _logprobs(self, batch: Batch) -> torch.Tensor:
+        parts = torch.split(batch.ids, self.config.micro_batch)
+        return torch.cat([token_logprobs(self.model, p, self.config.temperature) for p in parts])

@@ -1,0 +1,51 @@
+"""Resident memory by tag, of both tenants, as it changes over a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hotbunk.rollout.handle import ReplicaHandle
+from hotbunk.rollout.memory import MemoryPool
+from hotbunk.trainer_hooks.recipes.recorder import RunRecorder
+
+TOTAL = "total"
+
+
+class MemoryMeter:
+    """Samples every arena of the engines and of the trainer's pool.
+
+    Maxima are kept per ``watch``: a name from :meth:`watch` until :meth:`peaks`.
+    """
+
+    def __init__(
+        self, handles: Sequence[ReplicaHandle], pool: MemoryPool, recorder: RunRecorder
+    ) -> None:
+        self._handles = handles
+        self._pool = pool
+        self._recorder = recorder
+        self._watches: dict[str, dict[str, int]] = {}
+
+    async def sample(self) -> dict[str, int]:
+        """Resident bytes by tag, now."""
+        levels = {"trainer": 0, "weights": 0, "kv_cache": 0, "bucket": 0}
+        reports = [self._pool.memory(), *[await h.memory() for h in self._handles]]
+        for report in reports:
+            for arena in report.arenas:
+                levels[arena.tag] = levels.get(arena.tag, 0) + arena.resident
+        self._recorder.memory(levels)
+        for peaks in self._watches.values():
+            for tag, size in {**levels, TOTAL: sum(levels.values())}.items():
+                peaks[tag] = max(peaks.get(tag, 0), size)
+        return levels
+
+    async def mark(self) -> None:
+        """A sample nobody needs at once (a transport's full bucket)."""
+        await self.sample()
+
+    def watch(self, name: str) -> None:
+        """Keep maxima from now on."""
+        self._watches[name] = {}
+
+    def peaks(self, name: str) -> dict[str, int]:
+        """Maxima since :meth:`watch`, by tag and in ``total``."""
+        return self._watches.pop(name)

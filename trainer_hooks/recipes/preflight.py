@@ -1,0 +1,97 @@
+"""What would fail later fails here, in one sentence, before anything exists on disk."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from hotbunk.rollout.errors import ConfigError
+from hotbunk.rollout.registry import BACKENDS, TRANSPORTS, find
+from hotbunk.trainer_hooks.recipes import checkpoint
+from hotbunk.trainer_hooks.recipes.config import RunConfig
+from hotbunk.trainer_hooks.recipes.models import (
+    ByteTokenizer,
+    Tokenizer,
+    encode_sample,
+    ensure_smollm2,
+    load_bundle,
+)
+from hotbunk.trainer_hooks.recipes.tasks import Task, make_task
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that can begin. ``model_dir`` is None for a tiny model that is still to be made;
+    ``resumed`` is the checkpoint to go on from."""
+
+    config: RunConfig
+    run_dir: Path
+    task: Task
+    response_tokens: int
+    model_dir: Path | None
+    first_step: int = 0
+    incarnation: int = 0
+    resumed: Path | None = None
+
+
+def plan_run(config: RunConfig, *, resume: bool = False) -> Plan:
+    """Check a configuration against the world.
+
+    :raises ConfigError: a task, model, checkpoint or length that cannot work; a folder in use.
+    :raises BackendNotFound: no such backend or transport.
+    """
+    find(BACKENDS, config.rollout.name)
+    find(TRANSPORTS, config.transport.name)
+    run_dir = Path(config.out)
+    task = make_task(config.task)
+    tokens = config.trainer.max_response_tokens or task.max_response_tokens
+    if resume:
+        resumed = checkpoint.latest_checkpoint(run_dir)
+        state = checkpoint.read_state(resumed)
+        if state.step >= config.steps:
+            raise ConfigError(
+                f"{config.out!r} has {state.step} steps already", remedy="set steps= higher"
+            )
+        # A new incarnation: steps after the checkpoint may have been served before.
+        plan = Plan(
+            config, run_dir, task, tokens, resumed, state.step, state.incarnation + 1, resumed
+        )
+    else:
+        if (run_dir / "metrics.jsonl").exists():
+            raise ConfigError(
+                f"{config.out!r} already holds a run",
+                remedy=f"choose another out=, or resume={config.out}",
+            )
+        plan = Plan(config, run_dir, task, tokens, _model_dir(config.model))
+    _check_lengths(plan)
+    return plan
+
+
+def _model_dir(model: str) -> Path | None:
+    if model == "tiny":
+        return None
+    return ensure_smollm2() if model == "smollm2" else Path(model)
+
+
+def _check_lengths(plan: Plan) -> None:
+    """One request must fit the KV pool and the model's context."""
+    tokenizer: Tokenizer
+    if plan.model_dir is None:
+        tokenizer, context = ByteTokenizer(), plan.config.tiny.context
+    else:
+        bundle = load_bundle(plan.model_dir)
+        tokenizer, context = bundle.tokenizer, int(bundle.config.max_position_embeddings)
+    samples = plan.task.sample(random.Random(0), 256)
+    longest = max(len(encode_sample(tokenizer, s)) for s in samples) + plan.response_tokens
+    capacity = plan.config.rollout.options.get("kv_cache_tokens")
+    if isinstance(capacity, int) and longest > capacity:
+        raise ConfigError(
+            f"the KV pool holds {capacity} tokens and one request may need {longest}",
+            remedy=f"set rollout.options.kv_cache_tokens to {longest} or more",
+        )
+    if longest > context:
+        raise ConfigError(
+            f"one request may need {longest} tokens and the model's context is {context}",
+            remedy="shorten the prompts, or lower trainer.max_response_tokens",
+        )

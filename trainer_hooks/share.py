@@ -1,0 +1,74 @@
+"""A torch trainer's memory in a pool: parameters, gradients and optimizer state under ``trainer``.
+
+While the engine generates, the share is released: parameters and optimizer state into a backup,
+gradients for good (they come back as zeros). Addresses stay, so the optimizer notices nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+from torch import nn
+
+from hotbunk.rollout.binding import ModuleBinding
+from hotbunk.rollout.contract import MemoryReport, Retention
+from hotbunk.rollout.memory import ALIGN, MemoryPool
+
+TAG = "trainer"
+_KEPT = {
+    "params": Retention.BACKUP,
+    "optimizer": Retention.BACKUP,
+    "grads": Retention.DISCARD,
+}
+
+
+class PooledTrainer:
+    """Binds a module and its AdamW state into ``pool`` and gives them away on demand.
+
+    ``optimizer.zero_grad`` must be called with ``set_to_none=False``: gradients stay in place.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.AdamW, pool: MemoryPool, *, offload: bool
+    ) -> None:
+        self._pool = pool
+        self._offload = offload
+        self._away = False
+        ModuleBinding(module, pool, TAG, "params")
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        whole = sum(_padded(p) for p in parameters)
+        grads = pool.arena(TAG, whole, "grads")
+        moments = pool.arena(TAG, 2 * whole, "optimizer")
+
+        def zeros(arena_name: str, like: torch.Tensor, name: str) -> torch.Tensor:
+            arena = grads if arena_name == "grads" else moments
+            region = arena.add(name, like.numel() * like.element_size())
+            return torch.frombuffer(arena.view(region), dtype=like.dtype).view(like.shape)
+
+        for index, parameter in enumerate(parameters):
+            parameter.grad = zeros("grads", parameter, f"{index}")
+            # AdamW's own state, made before its first step so that it lies in the pool.
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": zeros("optimizer", parameter, f"{index}.exp_avg"),
+                "exp_avg_sq": zeros("optimizer", parameter, f"{index}.exp_avg_sq"),
+            }
+
+    async def offload(self) -> None:
+        if self._offload and not self._away:
+            await asyncio.to_thread(self._pool.release, [TAG], _KEPT)
+            self._away = True
+
+    async def restore(self) -> None:
+        if self._away:
+            await asyncio.to_thread(self._pool.resume, [TAG])
+            self._away = False
+
+    def memory(self) -> MemoryReport:
+        """What the trainer holds now."""
+        return self._pool.memory()
+
+
+def _padded(tensor: torch.Tensor) -> int:
+    return -(-tensor.numel() * tensor.element_size() // ALIGN) * ALIGN
