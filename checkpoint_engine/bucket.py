@@ -8,6 +8,7 @@ are one bucket and at most one tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -22,15 +23,21 @@ ALIGN = 64  # bytes; where a piece may start in a bucket
 SMALLEST = 64  # bytes; below this no element is sure to fit
 
 
-def bucket_size(wanted: int, specs: Sequence[TensorSpec]) -> int:
-    """Bytes to allocate for a bucket: never more than the whole stream needs.
-
-    :raises ConfigError: the wish is too small to hold an element.
-    """
+def check_bucket_bytes(wanted: int) -> None:
+    """:raises ConfigError: too small to hold an element."""
     if wanted < SMALLEST:
         raise ConfigError(f"a bucket of {wanted} bytes is too small", remedy=f"use >= {SMALLEST}")
-    # Twice: a cast at the source can widen every element (bfloat16 to float32).
-    whole = sum(2 * spec.nbytes + ALIGN for spec in specs)
+
+
+def bucket_size(wanted: int, specs: Sequence[TensorSpec], layout: ReceiverLayout | None) -> int:
+    """Bytes to allocate for a bucket: never more than the whole stream needs."""
+    whole = 0
+    for spec in specs:
+        size = spec.nbytes
+        if layout is not None and spec.name in layout.tensors:
+            elements = math.prod(spec.shape)
+            size = elements * dtype_from(layout.tensors[spec.name].dtype).itemsize
+        whole = -(-whole // ALIGN) * ALIGN + size
     return max(min(wanted, whole), SMALLEST)
 
 

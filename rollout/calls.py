@@ -39,10 +39,15 @@ async def bounded(verb: str, call: Awaitable[T], seconds: float, *, grace: float
     except asyncio.CancelledError:
         raise EngineFailed(f"the engine cancelled its own {verb}") from None
     except Exception as error:
-        raise EngineFailed(
-            f"{verb} raised {type(error).__name__}: {error}",
-            remote_traceback="".join(traceback.format_exception(error)),
-        ) from error
+        raise engine_failed(verb, error) from error
+
+
+def engine_failed(verb: str, error: BaseException) -> EngineFailed:
+    """An engine's own exception as ours, with its traceback."""
+    return EngineFailed(
+        f"{verb} raised {type(error).__name__}: {error}",
+        remote_traceback="".join(traceback.format_exception(error)),
+    )
 
 
 async def _cancelled(verb: str, task: asyncio.Future[T], grace: float) -> bool:

@@ -7,7 +7,7 @@ is held. The gate knows requests and time; it does not know what an engine is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import StrEnum
 
 import msgspec
@@ -50,6 +50,7 @@ class Entry:
         self.reason = ""  # why it was let go
         self.retryable = True
         self.until: float | None = None
+        self.gone = False  # let go for good, though its reader may not have noticed yet
         self._scope: asyncio.Timeout | None = None
 
     def waiting(self) -> asyncio.Timeout:
@@ -185,8 +186,15 @@ class Gate:
     def thaw(self) -> None:
         """Running requests go on."""
         for entry in self.entries.values():
-            if entry.stage is Stage.RUNNING:
+            if entry.stage is Stage.RUNNING and not entry.gone:
                 entry.move(None, "")
+
+    def users_of(self, groups: Collection[str]) -> list[str] | None:
+        """Ids of the requests that need one of these weight groups; None: all need them."""
+        adapters = {g.removeprefix(ADAPTER_PREFIX) for g in groups if g.startswith(ADAPTER_PREFIX)}
+        if len(adapters) < len(groups):
+            return None
+        return [key for key, entry in self.entries.items() if entry.request.adapter in adapters]
 
     def let_go(
         self,
@@ -200,6 +208,7 @@ class Gate:
         chosen = None if ids is None else set(ids)
         for key, entry in self.entries.items():
             if entry.stage in (stages or tuple(Stage)) and (chosen is None or key in chosen):
+                entry.gone = True
                 entry.move(now, reason, retryable=retryable)
 
     def _overdue(self) -> str:

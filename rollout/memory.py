@@ -33,6 +33,7 @@ from hotbunk.rollout.errors import (
 
 PAGE = mmap.PAGESIZE
 ALIGN = 256  # bytes; every region starts at a multiple of it
+HUGE_FROM = 32 << 20  # bytes; smaller arenas would round up to huge pages what they really use
 PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
 MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE = 0x02, 0x20, 0x4000
 MADV_DONTNEED, MADV_HUGEPAGE = 4, 14
@@ -196,7 +197,8 @@ class HostArena(Arena):
         self.address = base + PAGE
         self._buffer = (ctypes.c_char * self.size).from_address(self.address)
         self.protect(PROT_READ | PROT_WRITE)
-        _libc.madvise(self.address, self.size, MADV_HUGEPAGE)  # a hint: kernels may lack it
+        if self.size >= HUGE_FROM:
+            _libc.madvise(self.address, self.size, MADV_HUGEPAGE)  # a hint: kernels may lack it
 
     @property
     def released(self) -> bool:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from hotbunk.rollout import errors
-from hotbunk.rollout.calls import bounded
+from hotbunk.rollout.calls import bounded, engine_failed
 from hotbunk.rollout.contract import (
     FULL,
     TARGET,
@@ -132,6 +132,7 @@ class Replica:
         self._engine_open = True  # the engine may start steps
         self._quiet = False  # its last pause came to an end: no step runs
         self._pausing = 0  # engine pauses under way
+        self._opening: asyncio.Event | None = None  # set when the engine's resume has ended
         self._fingerprints: dict[str, int] = {}
         self._residency: Residency
 
@@ -185,15 +186,15 @@ class Replica:
         :raises RequestsInFlight: requests still ran at the deadline (seconds); nothing released.
         :raises Unsupported: a retention the backend does not have; nothing changed.
         """
-        wanted = parse_tags(tags)
+        wanted, retention = parse_tags(tags), Retention(retention)
         caps = self.capabilities
         if Tag.WEIGHTS in wanted and retention not in caps.retentions:
             have = ", ".join(sorted(caps.retentions))
             raise errors.Unsupported(f"retention {retention.value!r}", caps.backend, f"has {have}")
         kv_only = wanted == (Tag.KV_CACHE,)
         self._require("release_kv_cache" if kv_only else "release")
-        async with self._exclusive("release", deadline=deadline):
-            return await self._release(wanted, Retention(retention))
+        async with self._exclusive("release", quiesce=bool(wanted), deadline=deadline):
+            return await self._release(wanted, retention)
 
     async def release_kv_cache(self, *, deadline: float | None = None) -> MemoryReport:
         """Give KV memory back; weights and their addresses stay."""
@@ -304,8 +305,8 @@ class Replica:
         if wanted & running:
             self._require("abort")
             ids = sorted(wanted & running)
-            await self._call("abort", self.backend.abort(ids), self.deadlines.drain)
-            ended |= set(ids)
+            said = await self._call("abort", self.backend.abort(ids), self.deadlines.drain)
+            ended |= set(said.aborted)
         return AbortReport(tuple(sorted(ended)), tuple(sorted(wanted - ended)))
 
     async def reset_caches(self, which: Collection[Cache] | None = None) -> None:
@@ -355,11 +356,11 @@ class Replica:
 
     async def status(self) -> ReplicaStatus:
         """What is true now, without waiting for any verb in progress."""
+        limit, grace = self.deadlines.inspect, self.deadlines.grace
         try:
-            async with asyncio.timeout(self.deadlines.inspect):
-                said = await self.backend.status()
-        except TimeoutError:
-            said = BackendStatus(busy=True)
+            said = await bounded("status", self.backend.status(), limit, grace=grace)
+        except (errors.DeadlineExceeded, errors.EngineFailed, errors.ReplicaLost):
+            said = BackendStatus(busy=True)  # hung or dead: what the replica knows still counts
         now = asyncio.get_running_loop().time()
         state = self._residency
         return ReplicaStatus(
@@ -435,15 +436,17 @@ class Replica:
         try:
             async with entry.waiting():
                 return await anext(stream)
-        except TimeoutError:
-            if entry.until is None:
-                raise  # the engine's own
-            return entry.ended(self._version())
+        except errors.HotbunkError:
+            raise
         except StopAsyncIteration:
             raise errors.EngineFailed(
                 f"the engine ended request {entry.request.request_id!r} without a finish reason",
                 where=self.name,
             ) from None
+        except Exception as error:
+            if isinstance(error, TimeoutError) and entry.until is not None:
+                return entry.ended(self._version())
+            raise engine_failed("generate", error).at(self.name) from error
         finally:
             entry.waited()
 
@@ -494,7 +497,10 @@ class Replica:
     async def _quiesce(self, verb: str, deadline: float | None) -> None:
         if self._standing_still():
             return
-        await self._pause_engine(verb, PauseMode.WAIT, False, deadline)
+        # A caller's keep that is under way must not be turned into a drain by our own pause.
+        keep = any(pause.mode is PauseMode.KEEP for pause in self._gate.pauses.values())
+        mode = PauseMode.KEEP if keep else PauseMode.WAIT
+        await self._pause_engine(verb, mode, False, deadline)
 
     def _standing_still(self) -> bool:
         return self._quiet and self._pausing == 0
@@ -503,6 +509,8 @@ class Replica:
         self, verb: str, mode: PauseMode, clear_cache: bool, deadline: float | None
     ) -> PauseReport:
         limit = self.deadlines.drain if deadline is None else deadline
+        while self._opening is not None:  # a resume must not overtake the pause after it
+            await self._opening.wait()
         self._engine_open = self._quiet = False
         self._pausing += 1
         if mode is PauseMode.WAIT:
@@ -545,9 +553,17 @@ class Replica:
             return  # frozen requests stay frozen; new ones are told what is missing
         self._engine_open, self._quiet = True, False
         self._gate.thaw()
-        await self._call(
-            "resume_generation", self.backend.resume_generation(), self.deadlines.drain
-        )
+        opening = self._opening = asyncio.Event()
+        try:
+            await self._call(
+                "resume_generation", self.backend.resume_generation(), self.deadlines.drain
+            )
+        except BaseException:
+            self._engine_open = False  # the next chance to open is taken
+            raise
+        finally:
+            self._opening = None
+            opening.set()
 
     async def _resume(self, tags: Collection[Tag]) -> MemoryReport:
         report = await self._memory_verb("resume", self.backend.resume(tags))
@@ -558,30 +574,36 @@ class Replica:
         return report
 
     async def _release(self, tags: Collection[Tag], retention: Retention) -> MemoryReport:
-        frozen = self._gate.ids(Stage.RUNNING)
-        if frozen and not self.capabilities.keep_release:
-            raise errors.Unsupported(
-                "release under kept requests",
-                self.capabilities.backend,
-                self.capabilities.keep_release.how,
-            )
+        if not self.capabilities.keep_release:
+            # Not the gate's view: an aborted request is there until its client has read its end.
+            said = await self._call("status", self.backend.status(), self.deadlines.inspect)
+            if said.frozen:
+                raise errors.Unsupported(
+                    "release under kept requests",
+                    self.capabilities.backend,
+                    self.capabilities.keep_release.how,
+                )
+        verb = "release"
         if tuple(tags) == (Tag.KV_CACHE,):
-            report = await self._memory_verb("release_kv_cache", self.backend.release_kv_cache())
+            verb = "release_kv_cache"
+            coro = self.backend.release_kv_cache()
         else:
             overrides = self._residency.overrides(retention)
-            report = await self._memory_verb(
-                "release",
-                self.backend.release(tags, retention=retention, overrides=overrides),
-            )
+            coro = self.backend.release(tags, retention=retention, overrides=overrides)
+        try:
+            report = await self._memory_verb(verb, coro)
+        except errors.ReleaseIncomplete:
+            self._residency.released(tags, retention)  # the content is gone, if not every byte
+            raise
         self._residency.released(tags, retention)
         return report
 
     async def _memory_verb(self, verb: str, coro: Awaitable[MemoryReport]) -> MemoryReport:
-        """A memory verb that does not come back leaves memory in an unknown state."""
+        """A memory verb that does not come back, or crashes, leaves memory in an unknown state."""
         began = time.perf_counter()
         try:
             report = await self._call(verb, coro, self.deadlines.memory)
-        except (errors.DeadlineExceeded, asyncio.CancelledError):
+        except (errors.DeadlineExceeded, errors.EngineFailed, asyncio.CancelledError):
             self._lose(f"{verb} was cut off, so what is mapped is unknown")
             raise
         return msgspec.structs.replace(report, seconds=time.perf_counter() - began)
@@ -616,8 +638,11 @@ class Replica:
                 )
             self._residency.committed(groups, version)
         except BaseException:
-            if self._residency.poisoned() & groups:
-                self._gate.let_go("the replica was poisoned by a failed update")
+            broken = self._residency.poisoned() & groups
+            if broken:
+                self._gate.let_go(
+                    "the replica was poisoned by a failed update", ids=self._gate.users_of(broken)
+                )
             raise
         for spec in manifest.tensors:
             for name in spec.names:

@@ -66,7 +66,8 @@ class TrainerHooks:
 
     async def on_train_begin(self) -> None:
         """Before the trainer needs the device, whatever came before (a validation, say)."""
-        await self.manager.sleep_replicas()
+        if not all(s.is_sleeping for s in await self.manager.statuses()):
+            await self.manager.sleep_replicas()
         await self._share.restore()
 
     async def on_train_end(self, *, updated: bool = True) -> None:

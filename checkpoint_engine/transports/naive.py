@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import torch
 
-from hotbunk.checkpoint_engine.bucket import Packer, bucket_size
+from hotbunk.checkpoint_engine.bucket import Packer, bucket_size, check_bucket_bytes
 from hotbunk.checkpoint_engine.source import WeightSource
 from hotbunk.checkpoint_engine.transports.base import Offer, Transport
 from hotbunk.rollout.contract import Bucket, Manifest, ReceiverLayout, Ticket, Transfer
@@ -42,19 +42,20 @@ class NaiveOffer(Offer):
         self._on_bucket = on_bucket
         self._pool = pool
         self._arena: Arena | None = None
-        self._size = bucket_size(manifest.bucket_bytes, manifest.tensors)
+        check_bucket_bytes(manifest.bucket_bytes)
         _open_offers[self.address] = self
 
-    def buffer(self) -> torch.Tensor:
+    def buffer(self, layout: ReceiverLayout | None) -> torch.Tensor:
         """A bucket's buffer, taken when the first one is packed."""
+        size = bucket_size(self.manifest.bucket_bytes, self.manifest.tensors, layout)
         if self._pool is None:
-            return torch.empty(self._size, dtype=torch.uint8)
-        self._arena = self._pool.arena(BUCKET_TAG, self._size, self.address)
-        region = self._arena.add("bucket", self._size)
+            return torch.empty(size, dtype=torch.uint8)
+        self._arena = self._pool.arena(BUCKET_TAG, size, self.address)
+        region = self._arena.add("bucket", size)
         return torch.frombuffer(self._arena.view(region), dtype=torch.uint8)
 
-    async def filled(self) -> None:
-        """A bucket was filled: the moment at which a sync holds most memory."""
+    async def written(self) -> None:
+        """A bucket is full and was written: the moment at which a sync holds most memory."""
         if self._on_bucket is not None:
             await self._on_bucket()
 
@@ -84,7 +85,7 @@ class NaiveTransfer(Transfer):
         packer = self._packer = Packer(
             specs,
             self._offer.source.tensors(),
-            self._offer.buffer(),
+            self._offer.buffer(self._layout),
             layout=self._layout,
             fingerprints=self.manifest.fingerprint != "none",
         )
@@ -93,8 +94,8 @@ class NaiveTransfer(Transfer):
             bucket = await asyncio.to_thread(packer.next)
             if bucket is None:
                 return
-            await self._offer.filled()
             yield bucket
+            await self._offer.written()
 
     async def fingerprints(self) -> Mapping[str, int]:
         return self._packer.fingerprints if self._packer else {}
@@ -110,7 +111,7 @@ class NaiveTransfer(Transfer):
 
 
 class NaiveTransport(Transport):
-    """See the module. ``on_bucket`` is called at each full bucket, to measure."""
+    """See the module. ``on_bucket`` is called when a bucket was written, to measure."""
 
     name = "naive"
 

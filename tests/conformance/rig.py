@@ -28,7 +28,7 @@ from hotbunk.rollout.contract import (
 from hotbunk.rollout.replica import Replica
 
 E = TypeVar("E", bound=BaseException)
-T = MemoryTransfer
+T = TypeVar("T", bound=MemoryTransfer)
 
 
 class NotApplicable(Exception):
@@ -109,17 +109,21 @@ class Rig:
 
     # -- weights ------------------------------------------------------------------------------
 
-    def transfer(
+    def transfer(self, version: int, **options: Any) -> MemoryTransfer:
+        """A sender of the weights of ``version``; options as for :meth:`sender`."""
+        return self.sender(MemoryTransfer, version, **options)
+
+    def sender(
         self,
+        kind: type[T],
         version: int,
-        kind: type[T] = MemoryTransfer,
         *,
         tensors: Tensors | None = None,
         label: Version | None = None,
         scope: Scope = FULL,
         **options: Any,
     ) -> T:
-        """A sender of the weights of ``version`` (or ``tensors``), labelled 0.``version``."""
+        """A sender of that kind: the weights of ``version`` (or ``tensors``), labelled 0.version."""
         options.setdefault("bucket_bytes", self.ut.bucket_sizes[0])
         return kind(
             self.ut.weights(version) if tensors is None else tensors,
@@ -128,7 +132,9 @@ class Rig:
             **options,
         )
 
-    async def send(self, transfer: MemoryTransfer, *, deadline: float | None = None) -> UpdateReport:
+    async def send(
+        self, transfer: MemoryTransfer, *, deadline: float | None = None
+    ) -> UpdateReport:
         """Update the replica with it."""
         manifest = transfer.manifest
         return await self.replica.update_weights(

@@ -20,9 +20,7 @@ from hotbunk.rollout.replica import Replica
 MATRIX = "matrix.json"
 
 
-def run(
-    under_test: BackendUnderTest, level: Level = Level.CORE, seed: int = 0
-) -> list[CaseResult]:
+def run(under_test: BackendUnderTest, level: Level = Level.CORE, seed: int = 0) -> list[CaseResult]:
     """Run every case of a level; each has its own event loop, so a hung one harms no other.
 
     Blocks; not to be called from a running event loop (use :func:`run_case` there).

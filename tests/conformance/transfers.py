@@ -51,6 +51,10 @@ class MemoryTransfer(Transfer):
 
     async def accept(self, layout: ReceiverLayout | None) -> None:
         self.events.append("accept")
+        wanted = {} if layout is None else layout.tensors
+        for spec in self.manifest.tensors:
+            if spec.name in wanted and wanted[spec.name].dtype != spec.dtype:
+                raise UpdateRefused(f"{spec.name!r} would have to be cast, and this sender cannot")
 
     async def buckets(self) -> AsyncIterator[Bucket]:
         buffer = bytearray(self.manifest.bucket_bytes)
@@ -113,8 +117,14 @@ class _Hostile(MemoryTransfer):
     """Goes wrong at bucket ``at`` (negative: counted from the last)."""
 
     def __init__(
-        self, tensors: Tensors, *, at: int = 0, version: Version, scope: Scope = FULL,
-        bucket_bytes: int = 1 << 20, fingerprint: str = KIND,
+        self,
+        tensors: Tensors,
+        *,
+        at: int = 0,
+        version: Version,
+        scope: Scope = FULL,
+        bucket_bytes: int = 1 << 20,
+        fingerprint: str = KIND,
     ) -> None:
         super().__init__(
             tensors,

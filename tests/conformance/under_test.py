@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 from hotbunk.rollout.contract import Engine, Tag, TensorSpec
@@ -56,7 +56,7 @@ class BackendUnderTest(ABC):
     case_deadline: ClassVar[float] = 120.0
     """Seconds one case may take, of the loop's time."""
 
-    loop_factory: ClassVar[Callable[[], asyncio.AbstractEventLoop] | None] = None
+    loop_factory: ClassVar[type[asyncio.AbstractEventLoop] | None] = None
     """The event loop to run cases on; None is asyncio's own."""
 
     @abstractmethod

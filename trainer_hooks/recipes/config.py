@@ -131,7 +131,7 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
             assert isinstance(base, dict)
             _check_overrides(overrides, base)
             made = hydra_compose("train", overrides=list(overrides))
-            plain = OmegaConf.to_container(made, resolve=True)
+            plain = OmegaConf.to_container(made, resolve=True, throw_on_missing=True)
         except (HydraException, ConfigCompositionException, OmegaConfBaseException) as error:
             raise ConfigError(" ".join(str(error).split())) from error
     assert isinstance(plain, dict)
@@ -155,8 +155,8 @@ def _check_overrides(overrides: Sequence[str], base: Mapping[Any, Any]) -> None:
             continue
         here: Any = base
         for depth, part in enumerate(key.split(".")):
-            if key.startswith("rollout.options.") and depth == 2:
-                break  # the backend knows its options and refuses the others
+            if text.startswith("+rollout.options.") and depth == 2:
+                break  # the backend knows all its options, and refuses others
             known_keys = _known_keys(here, key.split(".")[:depth])
             if part not in known_keys:
                 raise ConfigError(

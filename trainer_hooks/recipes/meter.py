@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.memory import MemoryPool
+from hotbunk.trainer_hooks.hooks import TrainerShare
 from hotbunk.trainer_hooks.recipes.recorder import RunRecorder
 
 TOTAL = "total"
+
+
+class MeteredShare:
+    """A trainer's share whose comings and goings are sampled."""
+
+    def __init__(self, share: TrainerShare, meter: MemoryMeter) -> None:
+        self._share = share
+        self._meter = meter
+
+    async def offload(self) -> None:
+        await self._share.offload()
+        await self._meter.sample()
+
+    async def restore(self) -> None:
+        await self._share.restore()
+        await self._meter.sample()
 
 
 class MemoryMeter:
@@ -40,6 +59,26 @@ class MemoryMeter:
 
     async def mark(self) -> None:
         """A sample nobody needs at once (a transport's full bucket)."""
+        await self.sample()
+
+    @asynccontextmanager
+    async def sampling(self, every: float = 0.02) -> AsyncIterator[None]:
+        """Sample at the beginning and the end, and every so many seconds in between."""
+        await self.sample()
+
+        async def often() -> None:
+            while True:
+                await asyncio.sleep(every)
+                await self.sample()
+
+        sampler = asyncio.create_task(often())
+        try:
+            yield
+        finally:
+            sampler.cancel()
+            await asyncio.wait({sampler})
+        if not sampler.cancelled():
+            sampler.result()  # it ended by an error
         await self.sample()
 
     def watch(self, name: str) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hotbunk.rollout.errors import ConfigError
-from hotbunk.rollout.registry import BACKENDS, TRANSPORTS, find
+from hotbunk.rollout.registry import TRANSPORTS, create_backend, find
 from hotbunk.trainer_hooks.recipes import checkpoint
 from hotbunk.trainer_hooks.recipes.config import RunConfig
 from hotbunk.trainer_hooks.recipes.models import (
@@ -18,6 +19,8 @@ from hotbunk.trainer_hooks.recipes.models import (
     load_bundle,
 )
 from hotbunk.trainer_hooks.recipes.tasks import Task, make_task
+
+TINY = "model"  # folder of the run directory in which a tiny model is made
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,6 @@ def plan_run(config: RunConfig, *, resume: bool = False) -> Plan:
     :raises ConfigError: a task, model, checkpoint or length that cannot work; a folder in use.
     :raises BackendNotFound: no such backend or transport.
     """
-    find(BACKENDS, config.rollout.name)
     find(TRANSPORTS, config.transport.name)
     run_dir = Path(config.out)
     task = make_task(config.task)
@@ -65,7 +67,14 @@ def plan_run(config: RunConfig, *, resume: bool = False) -> Plan:
             )
         plan = Plan(config, run_dir, task, tokens, _model_dir(config.model))
     _check_lengths(plan)
+    create_backend(config.rollout.name, **backend_options(plan))  # built, never started
     return plan
+
+
+def backend_options(plan: Plan) -> dict[str, Any]:
+    """What the engine is told: the model, and that the first sync brings its weights."""
+    model = plan.model_dir or plan.run_dir / TINY
+    return {"model": str(model), "load": "empty", **plan.config.rollout.options}
 
 
 def _model_dir(model: str) -> Path | None:

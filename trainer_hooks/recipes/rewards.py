@@ -88,7 +88,7 @@ def call_reward(
         )
     number = cast(float, value)  # Real compares like one; float() itself could overflow
     if not -_SLACK <= number <= 1 + _SLACK:  # NaN is not within either
-        said = repr(number) if isinstance(number, float) or abs(number) < 1e9 else "a huge number"
+        said = "a huge number" if abs(number) > 1e9 else f"{number}"
         raise ConfigError(f"reward {name!r} returned {said}, outside [0, 1]", where=where)
     return min(1.0, max(0.0, float(number)))
 

@@ -115,6 +115,45 @@ class ArithmeticTask(Task):
         return rewards.per_char(sample.prompt, sample.answer, completion_text)
 
 
+class CapitalsTask(Task):
+    """A chat question that an instruct model half knows; 1 where the answer names the capital."""
+
+    name = "capitals"
+    max_response_tokens = 24
+
+    def sample(self, rng: random.Random, n: int) -> list[Sample]:
+        drawn = [rng.choice(_CAPITALS) for _ in range(n)]
+        return [self._ask(country, capital) for country, capital in drawn]
+
+    @staticmethod
+    def _ask(country: str, capital: str) -> Sample:
+        text = f"What is the capital of {country}? Answer in one short sentence."
+        return Sample(text, capital, messages=({"role": "user", "content": text},))
+
+    def reward(self, sample: Sample, completion_text: str) -> float:
+        return rewards.contains(sample.prompt, sample.answer, completion_text)
+
+
+_CAPITALS = (
+    ("Argentina", "Buenos Aires"),
+    ("Australia", "Canberra"),
+    ("Austria", "Vienna"),
+    ("Canada", "Ottawa"),
+    ("China", "Beijing"),
+    ("Egypt", "Cairo"),
+    ("France", "Paris"),
+    ("Greece", "Athens"),
+    ("Italy", "Rome"),
+    ("Japan", "Tokyo"),
+    ("Kenya", "Nairobi"),
+    ("Norway", "Oslo"),
+    ("Peru", "Lima"),
+    ("Portugal", "Lisbon"),
+    ("Spain", "Madrid"),
+    ("Turkey", "Ankara"),
+)
+
+
 class JsonlTask(Task):
     """Prompts and answers from a file, one JSON object a line, scored by a named reward.
 
@@ -218,6 +257,7 @@ _TASKS: dict[str, tuple[Callable[..., Task], frozenset[str]]] = {
     "copy": (CopyTask, frozenset({"digits"})),
     "digit_plus_one": (DigitPlusOneTask, frozenset({"digits"})),
     "arithmetic": (ArithmeticTask, frozenset()),
+    "capitals": (CapitalsTask, frozenset()),
     "jsonl": (JsonlTask, frozenset({"path", "reward"})),
 }
 

@@ -6,6 +6,7 @@ Uses only the contract and the hooks; everything an engine does is behind a repl
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,9 @@ from hotbunk.trainer_hooks.recipes import checkpoint
 from hotbunk.trainer_hooks.recipes.config import save
 from hotbunk.trainer_hooks.recipes.grpo import group_advantages, make_batch
 from hotbunk.trainer_hooks.recipes.learner import Learner, StepStats
-from hotbunk.trainer_hooks.recipes.meter import TOTAL, MemoryMeter
+from hotbunk.trainer_hooks.recipes.meter import TOTAL, MemoryMeter, MeteredShare
 from hotbunk.trainer_hooks.recipes.models import ModelBundle, build_tiny, encode_sample, load_bundle
-from hotbunk.trainer_hooks.recipes.preflight import Plan
+from hotbunk.trainer_hooks.recipes.preflight import TINY, Plan, backend_options
 from hotbunk.trainer_hooks.recipes.recorder import RunRecorder
 from hotbunk.trainer_hooks.recipes.report import write_report
 from hotbunk.trainer_hooks.recipes.tasks import Sample
@@ -38,13 +39,13 @@ log = logging.getLogger(__name__)
 
 
 class _Observer:
-    """The manager's phases, drawn on the rollout's track."""
+    """The manager's phases are phases of the step."""
 
     def __init__(self, recorder: RunRecorder) -> None:
         self._recorder = recorder
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        return self._recorder.phase(name, "rollout")
+        return self._recorder.phase(name)
 
 
 async def train(
@@ -115,13 +116,8 @@ class _Job:
         learner = Learner(bundle.model_dir, config.trainer, pool)
         if plan.resumed is not None:
             checkpoint.load_optimizer(plan.resumed, learner.optimizer)
-        options = {
-            "model": str(bundle.model_dir),
-            "load": "empty",  # the first sync brings the weights
-            **config.rollout.options,
-        }
         replica = Replica(
-            create_backend(config.rollout.name, **options),
+            create_backend(config.rollout.name, **backend_options(plan)),
             deadlines=Deadlines(hold=config.rollout.hold_deadline),
         )
         stack.push_async_callback(replica.close)
@@ -136,12 +132,15 @@ class _Job:
             free_cache_engine=config.rollout.free_cache_engine,
             observer=_Observer(recorder),
         )
-        job = _Job(
-            plan, bundle, learner, handles, TrainerHooks(manager, learner.share), recorder, meter
-        )
+        hooks = TrainerHooks(manager, MeteredShare(learner.share, meter))
+        job = _Job(plan, bundle, learner, handles, hooks, recorder, meter)
         await manager.sleep_replicas()
         await job.sync(plan.first_step)
         recorder.take_timings()
+        # What exists now stays: the collector need not walk it again at every step.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         return job
 
     async def sync(self, step: int) -> SyncReport:
@@ -161,9 +160,9 @@ class _Job:
         meter.watch("step")
         await self.hooks.on_rollout_begin()
         samples, prompts = self._draw(number)
-        with recorder.phase("generate", "rollout"):
-            completions = await self._generate(prompts, number)
-            await meter.sample()
+        async with meter.sampling():
+            with recorder.phase("generate"):
+                completions = await self._generate(prompts, number)
         await self.hooks.on_rollout_end()
         asleep = await meter.sample()
 
@@ -174,9 +173,9 @@ class _Job:
         )
         advantages = group_advantages(rewards, config.group_size)
         batch = make_batch(prompts, completions, advantages, self.bundle.tokenizer.pad_id)
-        with recorder.phase("train", "trainer"):
-            stats = await asyncio.to_thread(self.learner.step, batch, number)
-            await meter.sample()
+        async with meter.sampling():
+            with recorder.phase("train"):
+                stats = await asyncio.to_thread(self.learner.step, batch, number)
         await self.hooks.on_train_end()
         self._check(number, stats)
 
@@ -213,8 +212,9 @@ class _Job:
             "memory/kv_cache_bytes_asleep": asleep["kv_cache"],
             "memory/peak_bytes": peaks[TOTAL],
             "memory/update_peak_bytes": update_peaks[TOTAL],
-            **{f"timing_s/{name}": seconds for name, seconds in timings.items()},
+            **{f"timing_s/{name}": timings[name] for name in ("generate", "sleep", "train")},
             "timing_s/update_weights": report.seconds,
+            **{f"phase_s/{name}": seconds for name, seconds in report.phases.items()},
             "timing_s/step": clock() - began,
         }
         recorder.record(number, metrics)
@@ -293,7 +293,7 @@ class _Job:
 
 
 def _make_tiny(plan: Plan) -> Path:
-    tiny, target = plan.config.tiny, plan.run_dir / "model"
+    tiny, target = plan.config.tiny, plan.run_dir / TINY
     build_tiny(
         target,
         family=tiny.family,

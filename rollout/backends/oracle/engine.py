@@ -151,13 +151,13 @@ class OracleEngine(Engine):
         await transfer.accept(None)
         writer = Writer(manifest, groups)
         async for bucket in transfer.buckets():
-            if writer.buckets == 0:  # until then, a sender that fails has changed nothing
+            if writer.intake.buckets == 0:  # until then, a sender that fails has changed nothing
                 self._begin(touched)
             corrupt = await self.faults.reach("update/bucket")
             writer.write(bucket)
             if corrupt:
                 touched[0].flip_a_bit()
-        if writer.buckets == 0:
+        if writer.intake.buckets == 0:
             self._begin(touched)
         applied = writer.finish()
         await self.faults.reach("update/post_load")
@@ -177,8 +177,8 @@ class OracleEngine(Engine):
         return UpdateReport(
             version,
             applied=applied,
-            nbytes=writer.nbytes,
-            buckets=writer.buckets,
+            nbytes=writer.intake.nbytes,
+            buckets=writer.intake.buckets,
             verified="applied" if manifest.fingerprint == KIND else "none",
         )
 

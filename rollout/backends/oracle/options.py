@@ -19,6 +19,7 @@ from hotbunk.rollout.contract import (
     unsupported,
 )
 from hotbunk.rollout.errors import ConfigError, closest
+from hotbunk.rollout.options import convert
 
 # What ``unsupported`` may list: everything that the oracle can do and another engine may not.
 ABILITIES = (
@@ -70,17 +71,7 @@ def parse_options(options: Mapping[str, Any]) -> Options:
     :raises ConfigError: an unknown name (with the closest known one), or a value that cannot be
         meant.
     """
-    known = Options.__struct_fields__
-    for name in options:
-        if name not in known:
-            raise ConfigError(
-                f"the oracle backend has no option {name!r}{closest(name, known)}",
-                remedy=f"it has {', '.join(known)}, device, faults",
-            )
-    try:
-        parsed = msgspec.convert(dict(options), Options)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"an option of the oracle backend: {error}") from error
+    parsed = convert(options, Options, "backend oracle")
     for option, allowed in (("fed", GROUPS), ("unsupported", ABILITIES)):
         for word in getattr(parsed, option):
             if word not in allowed:

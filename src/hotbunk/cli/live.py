@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -49,7 +50,7 @@ class LiveTable:
         if self._console.is_terminal:
             self._live = Live(self._view(), console=self._console, refresh_per_second=8)
 
-    def __enter__(self) -> LiveTable:
+    def __enter__(self) -> Self:
         if self._live is not None:
             self._live.__enter__()
         return self
@@ -69,7 +70,7 @@ class LiveTable:
         self._rewards.append(_number(metrics["reward/mean"]))
         if self._live is not None:
             self._live.update(self._view())
-        elif len(self._rewards) % self._every == 1 or self._every == 1:
+        elif (len(self._rewards) - 1) % self._every == 0:
             cells = (f"{title} {_cell(key, metrics[key])}" for title, key in _COLUMNS)
             sys.stdout.write("  ".join(cells) + "\n")
             sys.stdout.flush()
