@@ -27,9 +27,23 @@ class TrainerState(msgspec.Struct, frozen=True):
     incarnation: int
 
 
+def model_files(model_dir: Path) -> dict[str, bytes]:
+    """What makes a model directory besides weights: configuration and tokenizer, by name.
+
+    Read once: a resumed run's own model directory is a checkpoint that will be dropped.
+    """
+    weights = (".safetensors", ".safetensors.index.json")
+    ours = ("state.json",)
+    return {
+        path.name: path.read_bytes()
+        for path in model_dir.iterdir()
+        if path.is_file() and not path.name.endswith(weights) and path.name not in ours
+    }
+
+
 def save_checkpoint(
     run_dir: Path,
-    model_dir: Path,
+    files: Mapping[str, bytes],
     model: Any,
     optimizer: torch.optim.Optimizer,
     state: TrainerState,
@@ -42,9 +56,8 @@ def save_checkpoint(
     partial = folder / f".{final.name}.{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    for path in model_dir.iterdir():
-        if path.is_file() and not path.name.endswith((".safetensors", ".safetensors.index.json")):
-            shutil.copy(path, partial / path.name)
+    for name, content in files.items():
+        (partial / name).write_bytes(content)
     save_file(_untied(model.state_dict()), partial / "model.safetensors", {"format": "pt"})
     moments = {
         f"{index}.{key}": value.detach().clone()

@@ -97,6 +97,7 @@ class _Job:
         self.hooks = hooks
         self.recorder = recorder
         self.meter = meter
+        self._files = checkpoint.model_files(bundle.model_dir)
         self._mismatches = 0
 
     @staticmethod
@@ -212,7 +213,10 @@ class _Job:
             "memory/kv_cache_bytes_asleep": asleep["kv_cache"],
             "memory/peak_bytes": peaks[TOTAL],
             "memory/update_peak_bytes": update_peaks[TOTAL],
-            **{f"timing_s/{name}": timings[name] for name in ("generate", "sleep", "train")},
+            **{
+                f"timing_s/{name}": timings.get(name, 0.0)
+                for name in ("generate", "sleep", "train")
+            },
             "timing_s/update_weights": report.seconds,
             **{f"phase_s/{name}": seconds for name, seconds in report.phases.items()},
             "timing_s/step": clock() - began,
@@ -225,7 +229,7 @@ class _Job:
         await self.learner.share.restore()
         checkpoint.save_checkpoint(
             self.plan.run_dir,
-            self.bundle.model_dir,
+            self._files,
             self.learner.model,
             self.learner.optimizer,
             checkpoint.TrainerState(done, self.plan.incarnation),

@@ -1,0 +1,100 @@
+"""GRPO's arithmetic against plain sums."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hotbunk.rollout.contract import Completion, FinishReason
+from hotbunk.trainer_hooks.recipes.grpo import (
+    Batch,
+    group_advantages,
+    grpo_loss,
+    make_batch,
+)
+
+
+def test_advantages_are_relative_to_the_group() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.5, 0.25, 0.75])
+    advantages = group_advantages(rewards, 2)
+    assert advantages[0] == pytest.approx(1.0, abs=1e-3)
+    assert advantages[1] == pytest.approx(-1.0, abs=1e-3)
+    assert advantages[2] == advantages[3] == 0, "a group without a difference teaches nothing"
+    assert advantages.view(-1, 2).sum(1).abs().max() < 1e-5
+
+
+def test_a_batch_points_at_the_prediction_of_each_response_token() -> None:
+    done = Completion("r", (7, 8), (-0.1, -0.2), (), FinishReason.LENGTH)
+    short = Completion("s", (9,), (-0.3,), (), FinishReason.STOP)
+    batch = make_batch([[1, 2, 3], [4]], [done, short], torch.zeros(2), pad_id=0)
+    assert batch.ids.tolist() == [[1, 2, 3, 7, 8], [4, 9, 0, 0, 0]]
+    assert batch.mask.tolist() == [[0, 0, 1, 1], [1, 0, 0, 0]]
+    assert batch.behaviour[0, 2:].tolist() == pytest.approx([-0.1, -0.2])
+
+
+def _batch(advantage: float) -> Batch:
+    one = torch.ones(1, 1)
+    return Batch(torch.zeros(1, 2, dtype=torch.long), one, one, torch.tensor([advantage]))
+
+
+@pytest.mark.parametrize(
+    "advantage, ratio, expected",
+    [
+        (2.0, 1.1, -2.2),  # inside the range
+        (2.0, 1.5, -2.4),  # a gain is clipped at 1.2
+        (2.0, 0.5, -1.0),  # a loss is not
+        (-2.0, 0.5, 1.6),  # clipped at 0.8
+        (-2.0, 1.5, 3.0),
+    ],
+)
+def test_the_ratio_is_clipped_on_the_side_that_gains(
+    advantage: float, ratio: float, expected: float
+) -> None:
+    logprobs = torch.tensor([[math.log(ratio)]])
+    loss = grpo_loss(logprobs, torch.zeros(1, 1), _batch(advantage), clip=0.2, tokens=1.0)
+    assert float(loss.value) == pytest.approx(expected, rel=1e-5)
+    assert loss.clipped == (0.0 if expected in (-2.2, -1.0, 3.0) else 1.0)
+
+
+def test_the_penalty_is_zero_only_at_the_reference() -> None:
+    at = grpo_loss(
+        torch.zeros(1, 1),
+        torch.zeros(1, 1),
+        _batch(0.0),
+        clip=0.2,
+        tokens=1.0,
+        reference=torch.zeros(1, 1),
+        kl_coef=0.5,
+    )
+    away = grpo_loss(
+        torch.zeros(1, 1),
+        torch.zeros(1, 1),
+        _batch(0.0),
+        clip=0.2,
+        tokens=1.0,
+        reference=torch.full((1, 1), 0.3),
+        kl_coef=0.5,
+    )
+    assert float(at.value) == at.kl == 0.0
+    assert away.kl == pytest.approx(math.exp(0.3) - 0.3 - 1, rel=1e-5)
+    assert float(away.value) == pytest.approx(0.5 * away.kl, rel=1e-5)
+
+
+def test_pieces_of_a_minibatch_add_up() -> None:
+    torch.manual_seed(0)
+    batch = Batch(
+        torch.zeros(4, 4, dtype=torch.long),
+        torch.tensor([[1.0, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 1]]),
+        torch.zeros(4, 3),
+        torch.tensor([1.0, -1.0, 0.5, 2.0]),
+    )
+    ours = torch.randn(4, 3) * 0.1
+    tokens = float(batch.mask.sum())
+    whole = grpo_loss(ours, batch.behaviour, batch, clip=0.2, tokens=tokens).value
+    parts = [
+        grpo_loss(ours[r], batch.behaviour[r], batch.rows(r), clip=0.2, tokens=tokens).value
+        for r in (torch.tensor([0, 1]), torch.tensor([2, 3]))
+    ]
+    assert float(whole) == pytest.approx(float(sum(parts)), rel=1e-6)
