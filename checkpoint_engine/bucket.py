@@ -2,8 +2,8 @@
 
 Exact for everything a model can hold: tensors and rows larger than a bucket (cut at element
 boundaries), 0-d and empty tensors, views of any stride, mixed element types in any order (each
-piece starts aligned), odd bucket sizes, an empty stream, tensors on another device. Live bytes
-are one bucket and at most one tensor.
+piece starts aligned), odd bucket sizes, an empty stream, tensors on another device. Casts happen
+piece by piece, into the bucket: live bytes are one bucket and at most one tensor of the source.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from hotbunk.rollout.binding import dtype_from
 from hotbunk.rollout.contract import Bucket, BucketEntry, ReceiverLayout, TensorSpec
-from hotbunk.rollout.errors import ConfigError, ShapeMismatch
+from hotbunk.rollout.errors import ConfigError, ShapeMismatch, TransferFailed
 from hotbunk.rollout.fingerprint import MASK
-from hotbunk.rollout.kernels import as_bytes, fingerprint
+from hotbunk.rollout.kernels import fingerprint
 
 ALIGN = 64  # bytes; where a piece may start in a bucket
 SMALLEST = 64  # bytes; below this no element is sure to fit
@@ -70,6 +70,7 @@ class Packer:
         """The next bucket, or None at the end. Overwrites the last one.
 
         :raises ShapeMismatch: a tensor is not what its spec said.
+        :raises TransferFailed: the source yields fewer tensors than it said, or more.
         """
         return next(self._buckets, None)
 
@@ -79,15 +80,20 @@ class Packer:
         table: list[BucketEntry] = []
         used = 0
         for index, spec in enumerate(self._specs):
-            data, element = self._bytes(spec, next(tensors))
+            flat, dtype = self._flat(spec, next(tensors, None))
+            element, size, start = dtype.itemsize, flat.numel() * dtype.itemsize, 0
             if self._with_fingerprints:
-                self.fingerprints[spec.name] = fingerprint(data) & MASK
-            size, start = data.numel(), 0
+                self.fingerprints[spec.name] = 0
             while True:
                 offset = -(-used // ALIGN) * ALIGN
                 count = min(size - start, (room - offset) // element * element)
                 if count > 0 or (size == 0 and offset <= room):
-                    self._buffer[offset : offset + count] = data[start : start + count]
+                    piece = self._buffer[offset : offset + count]
+                    first, last = start // element, (start + count) // element
+                    piece.view(dtype).copy_(flat[first:last])
+                    if self._with_fingerprints:
+                        self.fingerprints[spec.name] += fingerprint(piece, start)
+                        self.fingerprints[spec.name] &= MASK
                     table.append(BucketEntry(index, start, count, offset))
                     used, start = offset + count, start + count
                     self.payload += count
@@ -95,14 +101,21 @@ class Packer:
                     break
                 yield Bucket(self._buffer[:used], tuple(table))
                 table, used = [], 0
+            del flat  # before the source gathers the next one
+        if next(tensors, None) is not None:
+            raise TransferFailed(f"the source has more than the {len(self._specs)} tensors it said")
         if table:
             yield Bucket(self._buffer[:used], tuple(table))
 
-    def _bytes(self, spec: TensorSpec, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def _flat(
+        self, spec: TensorSpec, tensor: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.dtype]:
+        """The tensor's elements in order, and the element type they travel as."""
+        if tensor is None:
+            raise TransferFailed(f"the source ended before {spec.name!r}")
         if tuple(tensor.shape) != spec.shape:
             raise ShapeMismatch(spec.name, f"{list(spec.shape)} in the offer", str(tensor.shape))
         dtype = tensor.dtype
         if self._layout is not None and spec.name in self._layout.tensors:
             dtype = dtype_from(self._layout.tensors[spec.name].dtype)
-        ready = tensor.detach().to(device=self._buffer.device, dtype=dtype).contiguous()
-        return as_bytes(ready), ready.element_size()
+        return tensor.detach().reshape(-1), dtype

@@ -12,13 +12,17 @@ and the engine's take turns.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
 from hotbunk.checkpoint_engine.observe import Observer, Unobserved
 from hotbunk.checkpoint_engine.policy import (
     Outcome,
+    ReleaseKV,
     ReplicaOutcome,
     SyncPolicy,
     SyncReport,
@@ -27,6 +31,7 @@ from hotbunk.checkpoint_engine.policy import (
 from hotbunk.checkpoint_engine.source import WeightSource
 from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout import errors
+from hotbunk.rollout.calls import engine_failed
 from hotbunk.rollout.contract import (
     FULL,
     Deployment,
@@ -41,9 +46,10 @@ from hotbunk.rollout.contract import (
 from hotbunk.rollout.fingerprint import KIND
 from hotbunk.rollout.gate import SYNC
 from hotbunk.rollout.handle import ReplicaHandle
-from hotbunk.rollout.lifecycle import Weights
+from hotbunk.rollout.lifecycle import KV, Weights
 from hotbunk.rollout.replica import Health, ReplicaStatus
 
+log = logging.getLogger(__name__)
 LetGo = Callable[[], Awaitable[None]]
 
 
@@ -53,7 +59,9 @@ class _Run:
     def __init__(self, handle: ReplicaHandle) -> None:
         self.handle = handle
         self.phases: dict[str, float] = {}
-        self.undo: list[Callable[[], Awaitable[object]]] = []
+        self.undo: list[Callable[[], Awaitable[object]]] = []  # until the commit
+        self.committed = False
+        self.wakes_kv = False  # KV was away before, or is for the time of the sync
         self.update: UpdateReport | None = None
         self.outcome: Outcome | None = None
         self.error: errors.HotbunkError | None = None
@@ -186,6 +194,9 @@ class CheckpointEngineManager:
         ``let_go`` is called once, after the last byte and before any KV cache is mapped: the
         trainer gives its memory back there, and returns when all its ranks have.
 
+        Cancelled: what had committed keeps its version, but no KV cache is mapped; every other
+        replica is as it was, or poisoned.
+
         :raises SyncFailed: not every replica committed; carries the report with each outcome.
         """
         chosen = policy or self.policy
@@ -201,15 +212,16 @@ class CheckpointEngineManager:
         phases: dict[str, float] = {}
         try:
             with self._timed(phases, "wake_weights"):
-                await asyncio.gather(*(self._prepare(run, chosen) for run in runs))
+                await self._each(runs, "wake_weights", partial(self._prepare, policy=chosen))
             with self._timed(phases, "sync"):
-                await asyncio.gather(*(self._update(r, source, manifest, chosen) for r in runs))
+                update = partial(self._update, source=source, manifest=manifest, policy=chosen)
+                await self._each(runs, "sync", update)
             with self._timed(phases, "let_go"):
                 await self._let_go(runs, let_go)
             with self._timed(phases, "wake_kv"):
-                await asyncio.gather(*(self._open(run) for run in runs))
+                await self._each(runs, "wake_kv", self._open)
         except asyncio.CancelledError:
-            await asyncio.gather(*(self._roll_back(run) for run in runs))
+            await asyncio.gather(*(self._cut_off(run) for run in runs))
             raise
         seconds = time.perf_counter() - began
         phases["other"] = seconds - sum(phases.values())
@@ -227,96 +239,120 @@ class CheckpointEngineManager:
             yield
         phases[name] = time.perf_counter() - began
 
+    async def _each(
+        self, runs: Sequence[_Run], phase: str, work: Callable[[_Run], Awaitable[None]]
+    ) -> None:
+        """One phase, on every replica still under way. What one raises is its outcome alone."""
+
+        async def one(run: _Run) -> None:
+            try:
+                with run.phase(phase):
+                    await work(run)
+            except errors.HotbunkError as error:
+                await self._failed(run, error)
+            # A boundary: handles and transports are anybody's.
+            except Exception as error:  # noqa: BLE001
+                await self._failed(run, engine_failed(phase, error))
+
+        await asyncio.gather(*(one(run) for run in runs if run.outcome is None))
+
     async def _prepare(self, run: _Run, policy: SyncPolicy) -> None:
         """Generation stands still and the weights' memory is mapped; KV stays as it is."""
         handle = run.handle
-        try:
-            with run.phase("wake_weights"):
-                before = await handle.status()
-                if before.health is Health.LOST:
-                    raise errors.ReplicaLost(f"replica {handle.name} is lost")
-                if not before.is_sleeping:
-                    await handle.pause_generation(
-                        policy.pause, clear_cache=policy.clear_cache, owner=SYNC
-                    )
-                    run.undo.append(lambda: handle.resume_generation(owner=SYNC))
-                elif self._sleeps and _weights_away(before):
-                    run.undo.append(lambda: handle.release([Tag.WEIGHTS], retention=_was(before)))
-                    await handle.wake_up([Tag.WEIGHTS])
-        except errors.HotbunkError as error:
-            await self._failed(run, error)
+        before = await handle.status()
+        if before.health is Health.LOST:
+            raise errors.ReplicaLost(f"replica {handle.name} is lost")
+        if before.is_sleeping:
+            if self._sleeps and _weights_away(before):
+                run.undo.append(partial(handle.release, [Tag.WEIGHTS], retention=_was(before)))
+                await handle.wake_up([Tag.WEIGHTS])
+            return
+        fenced = any(pause.owner == SYNC for pause in before.pauses)  # by an earlier sync
+        if not fenced:  # a pause is held from its first moment, also if it never is complete
+            run.undo.append(partial(handle.resume_generation, owner=SYNC))
+        await handle.pause_generation(policy.pause, clear_cache=policy.clear_cache, owner=SYNC)
+        if self.free_cache_engine:
+            run.wakes_kv = fenced and before.kv is KV.RELEASED
+            if policy.release_kv is ReleaseKV.ALWAYS and before.kv is KV.RESIDENT:
+                run.wakes_kv = True
+                run.undo.append(handle.resume_kv_cache)
+                await handle.release_kv_cache()
 
     async def _update(
         self, run: _Run, source: WeightSource, manifest: Manifest, policy: SyncPolicy
     ) -> None:
-        if run.outcome is not None:
-            return
+        offer = await self.transport.offer(source, manifest)
         try:
-            with run.phase("sync"):
-                offer = await self.transport.offer(source, manifest)
-                try:
-                    run.update = await run.handle.update_weights(
-                        offer.tickets[0],
-                        version=manifest.version,
-                        scope=manifest.scope,
-                        deadline=policy.deadline,
-                    )
-                finally:
-                    await offer.close()
-        except errors.HotbunkError as error:
-            await self._failed(run, error)
+            run.update = await run.handle.update_weights(
+                offer.tickets[0],
+                version=manifest.version,
+                scope=manifest.scope,
+                deadline=policy.deadline,
+            )
+            run.committed = True
+        finally:
+            await offer.close()
 
     async def _let_go(self, runs: Sequence[_Run], let_go: LetGo | None) -> None:
         """The trainer gives its memory back. If it cannot, no KV cache may be mapped."""
         going = [run for run in runs if run.outcome is None]
         if let_go is None or not going:
             return
+        failure: errors.HotbunkError | None = None
         try:
             await let_go()
         except errors.HotbunkError as error:
+            failure = error
+        # A boundary: trainers raise what their own libraries raise.
+        except Exception as error:  # noqa: BLE001
+            failure = errors.TrainerFailed(
+                f"{type(error).__name__}: {error}",
+                remote_traceback="".join(traceback.format_exception(error)),
+            )
+        if failure is not None:
+            failure.at("the trainer did not let go")
             for run in going:
-                run.ended(Outcome.FENCED, error.at("the trainer did not let go"))
+                run.ended(Outcome.FENCED, failure)
 
     async def _open(self, run: _Run) -> None:
         """KV comes back and every pause of ours ends. Nothing correctness needs comes later."""
-        if run.outcome is not None:
-            return
         handle = run.handle
-        try:
-            with run.phase("wake_kv"):
-                if self._sleeps and (await handle.status()).is_sleeping:
-                    await handle.wake_up([Tag.KV_CACHE])
-                await handle.resume_generation(owner=SYNC)
-        except errors.HotbunkError as error:
-            run.ended(Outcome.FENCED, error)
-        else:
-            run.ended(Outcome.COMMITTED)
+        if self._sleeps and (await handle.status()).is_sleeping:
+            await handle.wake_up([Tag.KV_CACHE])
+        elif run.wakes_kv:
+            await handle.resume_kv_cache()
+        await handle.resume_generation(owner=SYNC)
+        run.ended(Outcome.COMMITTED)
 
     async def _failed(self, run: _Run, error: errors.HotbunkError) -> None:
         """Ask the replica what is left of it, and undo what can be undone."""
         try:
             status = await run.handle.status()
-        except errors.HotbunkError:
+            if status.health is Health.LOST:
+                run.ended(Outcome.LOST, error)
+            elif run.committed:
+                run.ended(Outcome.FENCED, error)
+            elif status.health is Health.POISONED:
+                # Its pauses stay: whoever waits was let go, and nobody may start.
+                run.ended(Outcome.POISONED, error)
+            else:
+                while run.undo:
+                    await run.undo.pop()()
+                run.ended(Outcome.ROLLED_BACK, error)
+        # A boundary: it cannot be asked, or cannot be led back.
+        except Exception as broken:
+            log.exception("replica %s is in doubt", run.handle.name)
+            error.__context__ = broken
             run.ended(Outcome.IN_DOUBT, error)
-            return
-        if status.health is Health.LOST:
-            run.ended(Outcome.LOST, error)
-        elif status.health is Health.POISONED:
-            # Its pauses stay: whoever waits was let go, and nobody may start.
-            run.ended(Outcome.POISONED, error)
-        else:
-            run.ended(Outcome.ROLLED_BACK, error)
-            await self._roll_back(run)
 
-    async def _roll_back(self, run: _Run) -> None:
-        if run.outcome in (Outcome.POISONED, Outcome.LOST):
-            return
-        while run.undo:
-            try:
-                await run.undo.pop()()
-            except errors.HotbunkError as error:
-                run.ended(Outcome.IN_DOUBT, error.at("undo"))
-                return
+    async def _cut_off(self, run: _Run) -> None:
+        """The sync was cancelled."""
+        if run.committed and not run.wakes_kv:
+            # Opens what never slept; a sleeper has its weights, and its own pause.
+            with suppress(errors.HotbunkError):
+                await run.handle.resume_generation(owner=SYNC)
+        elif run.outcome is None:
+            await self._failed(run, errors.SessionError("the sync was cancelled"))
 
 
 def _weights_away(status: ReplicaStatus) -> bool:

@@ -256,13 +256,25 @@ async def collect(chunks: AsyncIterator[TokenChunk]) -> Completion:
     )
 
 
+# Bytes of one element, by the name that travels (torch's, without its prefix).
+ITEMSIZE: Mapping[str, int] = {
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("bool", "int8", "uint8"), 1),
+    **dict.fromkeys(
+        ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1
+    ),
+    "complex128": 16,
+}
+
 # -- weights on the move ----------------------------------------------------------------------
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
     """One tensor of an update. ``aliases`` are further names bound to the same content (ties).
 
-    ``dtype`` is the safetensors-style short name without prefix (``float32``, ``bfloat16``).
+    ``dtype`` is a name of :data:`ITEMSIZE`; ``nbytes`` is that size times the elements.
     """
 
     name: str

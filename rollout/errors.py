@@ -36,6 +36,7 @@
     │   └── ReplicaRejecting                this replica is leaving the pool
     ├── LogprobMismatch                     trainer and engine disagree about the same tokens
     ├── SyncFailed                          a sync in which some replica did not commit
+    ├── TrainerFailed                       the trainer itself raised; carries its traceback
     └── EngineFailed                        the engine itself raised; carries its traceback
 
 ``retryable`` says whether the same call may succeed later or on another replica without anything
@@ -401,6 +402,14 @@ class SyncFailed(HotbunkError):
 
 class EngineFailed(HotbunkError):
     """The engine raised something of its own; ``remote_traceback`` says where."""
+
+    def __init__(self, what: str, *, remote_traceback: str = "", **kw: Any) -> None:
+        self.remote_traceback = remote_traceback
+        super().__init__(what, **kw)
+
+
+class TrainerFailed(HotbunkError):
+    """The trainer raised something of its own; ``remote_traceback`` says where."""
 
     def __init__(self, what: str, *, remote_traceback: str = "", **kw: Any) -> None:
         self.remote_traceback = remote_traceback

@@ -12,7 +12,14 @@ from enum import StrEnum
 
 import msgspec
 
-from hotbunk.rollout.contract import FinishReason, GenerateRequest, PauseMode, TokenChunk, Version
+from hotbunk.rollout.contract import (
+    ADAPTER_PREFIX,
+    FinishReason,
+    GenerateRequest,
+    PauseMode,
+    TokenChunk,
+    Version,
+)
 from hotbunk.rollout.errors import ReplicaRejecting, UsageError
 
 CALLER = "caller"
@@ -119,6 +126,11 @@ class Gate:
             self._open.set()
 
     @property
+    def clear_cache(self) -> bool:
+        """Whether any pause wants KV forgotten; it is or-ed until the gate opens."""
+        return any(p.clear_cache for p in self.pauses.values())
+
+    @property
     def rejecting(self) -> bool:
         """Whether some pause turns new requests away instead of holding them."""
         return any(p.reject for p in self.pauses.values())
@@ -173,6 +185,8 @@ class Gate:
             return False
         finally:
             entry.waited()
+        if entry.gone:  # it was let go in the moment the gate opened
+            return False
         entry.move(None, "")
         return True
 

@@ -5,10 +5,14 @@ Nothing here touches tensors; a backend says what it has, and writes only what p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from hotbunk.rollout import errors
-from hotbunk.rollout.contract import Bucket, BucketEntry, Manifest, Placement, ScopeKind
+from hotbunk.rollout.contract import ITEMSIZE, Bucket, BucketEntry, Manifest, Placement, ScopeKind
+
+# Types between which a cast is a rounding. Quantised contents need scales, not a cast.
+FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
 def check_offer(
@@ -20,8 +24,9 @@ def check_offer(
 ) -> None:
     """May this offer be accepted by an engine that has the tensors ``known``?
 
-    ``required`` are the contents a full update must cover, each as the set of names tied to it:
-    one of them is enough.
+    ``required`` are the contents a full update (or one of a whole adapter) must cover, each as the
+    set of names tied to it: one of them is enough. ``castable``: the engine, or a layout it
+    publishes, takes one float type for another.
 
     :raises DuplicateName, UnknownNames, ShapeMismatch, IncompleteUpdate: nothing was written.
     """
@@ -33,15 +38,21 @@ def check_offer(
     if unknown:
         raise errors.UnknownNames(unknown)
     for spec in manifest.tensors:
+        size = ITEMSIZE.get(spec.dtype, 0) * math.prod(spec.shape)
+        if spec.nbytes != size or spec.dtype not in ITEMSIZE:
+            raise errors.ShapeMismatch(
+                spec.name, f"{size} bytes by its shape", f"{spec.dtype} in {spec.nbytes} bytes"
+            )
         for name in spec.names:
             have = known[name]
-            if have.shape != spec.shape or (have.dtype != spec.dtype and not castable):
+            cast = castable and {have.dtype, spec.dtype} <= FLOATS
+            if have.shape != spec.shape or (have.dtype != spec.dtype and not cast):
                 raise errors.ShapeMismatch(
                     name,
                     f"{have.dtype}{list(have.shape)}",
                     f"{spec.dtype}{list(spec.shape)}",
                 )
-    if manifest.scope.kind is ScopeKind.FULL:
+    if manifest.scope.kind in (ScopeKind.FULL, ScopeKind.ADAPTER):
         absent = {min(names) for names in required if not seen.intersection(names)}
         if absent:
             raise errors.IncompleteUpdate(absent)

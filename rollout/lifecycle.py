@@ -199,11 +199,15 @@ class Residency:
 
     def overrides(self, retention: Retention) -> dict[str, Retention]:
         """Groups that a release with ``retention`` must treat otherwise."""
-        if retention is Retention.BACKUP:  # nothing to keep where there is no content
-            empty = (Weights.EMPTY, Weights.DIRTY)
+        empty = (Weights.EMPTY, Weights.DIRTY)  # nothing to keep where there is no content
+        if retention is Retention.BACKUP:
             return {g: Retention.DISCARD for g, s in self.groups.items() if s.state in empty}
         if retention is Retention.DISCARD:
-            return {g: self._unfed_retention for g in self.groups if not self.is_fed(g)}
+            return {
+                g: self._unfed_retention
+                for g, s in self.groups.items()
+                if not self.is_fed(g) and s.state not in empty
+            }
         return {}
 
     def released(self, tags: Collection[Tag], retention: Retention) -> None:

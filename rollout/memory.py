@@ -6,19 +6,25 @@ survive into an unlinked file (so a killed process leaves nothing behind), gives
 makes the range untouchable: a stray read is a fault, not silent zeros. A resume maps it again and
 restores. "Resident" is always what the operating system says: :meth:`HostPool.memory` asks the
 page tables through ``mincore``, which is cheap enough for every verb, and :meth:`HostPool.audit`
-reads ``/proc/self/smaps``, which takes as long as the process has mappings. They agree.
+reads ``/proc/self/smaps``, which takes as long as the process has mappings. They agree but for
+pages that were read and never written: those map the kernel's one page of zeros, which costs
+nothing, and only the page tables count them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import tempfile
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -36,7 +42,7 @@ ALIGN = 256  # bytes; every region starts at a multiple of it
 HUGE_FROM = 32 << 20  # bytes; smaller arenas would round up to huge pages what they really use
 PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
 MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE = 0x02, 0x20, 0x4000
-MADV_DONTNEED, MADV_HUGEPAGE = 4, 14
+MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_WRITE = 4, 14, 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -50,6 +56,7 @@ _libc.mmap.argtypes = (
     ctypes.c_longlong,
 )
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_munmap = _libc.munmap
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -149,11 +156,12 @@ class MemoryPool(ABC):
     ) -> MemoryReport:
         """Give back every arena of the tags.
 
-        ``retention`` is one for all, or one per group (others are discarded). Released arenas follow a stricter
-        retention: DISCARD drops a backup.
+        ``retention`` is one for all, or one per group (others are discarded). Released arenas
+        follow a stricter retention: DISCARD drops a backup.
 
         :raises HostOutOfMemory: no room for the backups; nothing was released.
-        :raises ReleaseIncomplete: the OS still counts pages.
+        :raises MemoryFault: the kernel will not take the pages; nothing was released.
+        :raises ReleaseIncomplete: released, and the OS still counts pages.
         """
 
     @abstractmethod
@@ -173,7 +181,7 @@ class MemoryPool(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap everything. Views held by others must not be touched afterwards."""
+        """Give everything back. Views held by others have no content afterwards."""
 
 
 class HostArena(Arena):
@@ -193,12 +201,21 @@ class HostArena(Arena):
             raise MemoryFault(
                 f"cannot reserve {span} bytes of addresses: {os.strerror(ctypes.get_errno())}"
             )
-        self._base, self._span = base, span
         self.address = base + PAGE
-        self._buffer = (ctypes.c_char * self.size).from_address(self.address)
+        # Every view holds this object, and the addresses go when the last of them does: one that
+        # is still written to by a thread of a cancelled sync must not become a fault.
+        self._buffer: ctypes.Array[ctypes.c_char] | None = (ctypes.c_char * self.size).from_address(
+            self.address
+        )
+        weakref.finalize(self._buffer, _munmap, base, span).atexit = False
         self.protect(PROT_READ | PROT_WRITE)
         if self.size >= HUGE_FROM:
             _libc.madvise(self.address, self.size, MADV_HUGEPAGE)  # a hint: kernels may lack it
+        try:
+            self._populate()
+        except MemoryFault:
+            _libc.munmap(base, span)
+            raise
 
     @property
     def released(self) -> bool:
@@ -223,6 +240,8 @@ class HostArena(Arena):
         return region
 
     def view(self, region: Region | None = None) -> memoryview:
+        if self._buffer is None:
+            raise MemoryFault(f"arena {self.tag}/{self.group} was given back")
         whole = memoryview(self._buffer).cast("B")
         return whole if region is None else whole[region.offset : region.offset + region.nbytes]
 
@@ -234,24 +253,48 @@ class HostArena(Arena):
             )
 
     def drop_pages(self) -> None:
-        """Give the pages back and fence the range off."""
-        if _libc.madvise(self.address, self.size, MADV_DONTNEED):
-            raise MemoryFault(
-                f"madvise of {self.tag}/{self.group}: {os.strerror(ctypes.get_errno())}"
-            )
+        """Fence the range off and give the pages back.
+
+        :raises MemoryFault: the kernel says no (locked pages, say); nothing was given back.
+        """
         self.protect(PROT_NONE)
+        if _libc.madvise(self.address, self.size, MADV_DONTNEED):
+            why = os.strerror(ctypes.get_errno())
+            self.protect(PROT_READ | PROT_WRITE)
+            raise MemoryFault(f"madvise of {self.tag}/{self.group}: {why}")
         self._released = True
 
     def map_pages(self) -> None:
-        """Make the range usable again, empty."""
+        """Make the range usable again, empty, with all its memory in place.
+
+        :raises MemoryFault: there is not enough; the range stays released.
+        """
         self.protect(PROT_READ | PROT_WRITE)
+        try:
+            self._populate()
+        except MemoryFault:
+            self.drop_pages()
+            raise
         self._released = False
 
+    def _populate(self) -> None:
+        """Have every page now: what is mapped is there, not promised until somebody touches it."""
+        if not _libc.madvise(self.address, self.size, MADV_POPULATE_WRITE):
+            return
+        code = ctypes.get_errno()
+        if code != errno.EINVAL:
+            raise MemoryFault(
+                f"{self.tag}/{self.group} needs {self.size} bytes: {os.strerror(code)}"
+            )
+        ctypes.memset(self.address, 0, self.size)  # Linux before 5.14
+
     def close(self) -> None:
-        """Return the addresses."""
+        """Return the pages now, and the addresses as soon as no view is left."""
         if self.backup is not None:
             self.backup.close()
-        _libc.munmap(self._base, self._span)
+        if not self._released:
+            _libc.madvise(self.address, self.size, MADV_DONTNEED)
+        self._buffer = None
 
 
 class _Backup:
@@ -259,45 +302,81 @@ class _Backup:
 
     def __init__(self, arena: HostArena, directory: str, *, whole: bool) -> None:
         self.whole = whole
-        self.ranges: list[tuple[int, int]] = (
-            [(0, arena.used)]
-            if whole
-            else [
-                (r.offset, r.nbytes) for r in arena.regions.values() if r.survival is Survival.STATE
-            ]
-        )
+        self.ranges = [(0, arena.used)] if whole else _state_of(arena)
         self.nbytes = sum(n for _, n in self.ranges)
-        # Lives as long as the backup does; it has no name, so nothing outlives the process.
-        self._file = tempfile.TemporaryFile(dir=directory, prefix="hotbunk-")  # noqa: SIM115
-        view = arena.view()
+        self._file: IO[bytes] | None = None
+        if not self.nbytes:  # nothing to keep needs no room
+            return
         try:
-            os.posix_fallocate(self._file.fileno(), 0, max(self.nbytes, 1))
+            # It has no name, so nothing outlives the process.
+            self._file = tempfile.TemporaryFile(dir=directory, prefix="hotbunk-")  # noqa: SIM115
+            os.posix_fallocate(self._fd, 0, self.nbytes)
+            view = arena.view()
+            at = 0
             for offset, nbytes in self.ranges:
-                _write_all(self._file.fileno(), view[offset : offset + nbytes])
+                _write_all(self._fd, view[offset : offset + nbytes], at)
+                at += nbytes
         except OSError as error:
-            self._file.close()
-            free = os.statvfs(directory)
-            raise HostOutOfMemory(self.nbytes, free.f_bavail * free.f_frsize) from error
+            self.close()
+            raise HostOutOfMemory(self.nbytes, _free_bytes(directory), where=str(error)) from error
+
+    @property
+    def _fd(self) -> int:
+        assert self._file is not None
+        return self._file.fileno()
 
     def restore(self, arena: HostArena) -> None:
-        """Read everything back."""
-        view = arena.view()
-        self._file.seek(0)
+        """Read everything back. :raises MemoryFault, OSError: it cannot be read."""
+        view, at = arena.view(), 0
         for offset, nbytes in self.ranges:
             part, done = view[offset : offset + nbytes], 0
             while done < nbytes:
-                got = os.readv(self._file.fileno(), [part[done:]])
+                got = os.preadv(self._fd, [part[done:]], at + done)
                 if not got:
                     raise MemoryFault(f"the backup of {arena.tag}/{arena.group} is cut short")
                 done += got
+            at += nbytes
+
+    def forget_content(self, arena: HostArena) -> None:
+        """Keep only state on. It moves towards the front of the file, so it needs no room."""
+        if not self.whole:
+            return
+        ranges, at = _state_of(arena), 0
+        for offset, nbytes in ranges:
+            for done in range(0, nbytes, _CHUNK):
+                piece = os.pread(self._fd, min(_CHUNK, nbytes - done), offset + done)
+                _write_all(self._fd, memoryview(piece), at + done)
+            at += nbytes
+        self.whole, self.ranges, self.nbytes = False, ranges, at
+        if self._file is not None:
+            os.truncate(self._fd, at)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
-def _write_all(fd: int, data: memoryview) -> None:
+_CHUNK = 1 << 20
+
+
+def _state_of(arena: HostArena) -> list[tuple[int, int]]:
+    """Ranges of the regions that survive everything, in order of address."""
+    return [(r.offset, r.nbytes) for r in arena.regions.values() if r.survival is Survival.STATE]
+
+
+def _free_bytes(directory: str) -> int:
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return 0
+    return found.f_bavail * found.f_frsize
+
+
+def _write_all(fd: int, data: memoryview, at: int) -> None:
     while data:
-        data = data[os.write(fd, data) :]
+        done = os.pwrite(fd, data, at)
+        data, at = data[done:], at + done
 
 
 class HostPool(MemoryPool):
@@ -307,27 +386,30 @@ class HostPool(MemoryPool):
         machine without accelerators a backup in RAM would save nothing.
     """
 
-    #: Share of an arena that the OS may still count after a release, before it is an error.
+    #: Share of what was released that the OS may still count after a release, before it is an error.
     RESIDUAL = 0.05
 
     def __init__(self, backup_dir: Path | None = None) -> None:
         self._arenas: dict[tuple[str, str], HostArena] = {}
+        self._lock = threading.Lock()  # of the table: buckets come and go while others count
         self._dir = str(backup_dir or tempfile.gettempdir())
 
     def arena(self, tag: str, nbytes: int, group: str = "") -> HostArena:
-        if (tag, group) in self._arenas:
-            raise MemoryFault(f"the pool already has an arena {tag}/{group}")
-        arena = self._arenas[tag, group] = HostArena(tag, nbytes, group)
-        return arena
+        with self._lock:
+            if (tag, group) in self._arenas:
+                raise MemoryFault(f"the pool already has an arena {tag}/{group}")
+            arena = self._arenas[tag, group] = HostArena(tag, nbytes, group)
+            return arena
 
     def drop(self, arena: Arena) -> None:
-        self._arenas.pop((arena.tag, arena.group)).close()
+        with self._lock:
+            self._arenas.pop((arena.tag, arena.group)).close()
 
     def release(
         self, tags: Collection[str], retention: Mapping[str, Retention] | Retention
     ) -> MemoryReport:
-        before = self.memory()
-        plan: list[tuple[HostArena, Retention, _Backup | None]] = []
+        before = _resident(self.memory())
+        made: list[tuple[HostArena, _Backup]] = []
         try:
             for arena in self._of(tags):
                 kept = (
@@ -335,51 +417,33 @@ class HostPool(MemoryPool):
                     if isinstance(retention, Retention)
                     else retention.get(arena.group, Retention.DISCARD)
                 )
-                if kept is Retention.RESIDENT or (arena.released and kept is Retention.BACKUP):
+                if kept is Retention.RESIDENT:
                     continue
-                made = None
                 if not arena.released:
-                    made = _Backup(arena, self._dir, whole=kept is Retention.BACKUP)
-                plan.append((arena, kept, made))
-        except HostOutOfMemory:
-            for _, _, made in plan:
-                if made is not None:
-                    made.close()
+                    whole = kept is Retention.BACKUP
+                    made.append((arena, _Backup(arena, self._dir, whole=whole)))
+                elif kept is Retention.DISCARD and arena.backup is not None:
+                    arena.backup.forget_content(arena)
+            for arena, _ in made:
+                arena.drop_pages()
+        except BaseException:
+            for arena, backup in made:
+                if arena.released:
+                    arena.map_pages()
+                    backup.restore(arena)
+                backup.close()
             raise
-        expected = 0
-        resident = {(a.tag, a.group): a.resident for a in before.arenas}
-        for arena, _, made in plan:
-            if made is None:
-                self._forget_content(arena)
-                continue
-            arena.backup = made
-            expected += resident[arena.tag, arena.group]
-            arena.drop_pages()
-        after = self.memory()
-        left = {(a.tag, a.group): a.resident for a in after.arenas}
-        freed = before.resident() - after.resident()
-        residue = sum(left[a.tag, a.group] for a, _, made in plan if made is not None)
+        for arena, backup in made:
+            arena.backup = backup
+        report = self.memory()
+        left = _resident(report)
+        expected = sum(before[a.tag, a.group] for a, _ in made)
+        residue = sum(left[a.tag, a.group] for a, _ in made)
         if residue > self.RESIDUAL * max(expected, 1):
             raise ReleaseIncomplete(expected, expected - residue)
-        return msgspec.structs.replace(after, freed=max(freed, 0))
-
-    @staticmethod
-    def _forget_content(arena: HostArena) -> None:
-        """DISCARD of an arena that is backed up: only its state is kept on."""
-        old = arena.backup
-        if old is None or not old.whole:
-            return
-        keep = [r for r in arena.regions.values() if r.survival is Survival.STATE]
-        old.whole, old.ranges = False, [(r.offset, r.nbytes) for r in keep]
-        blobs = [os.pread(old._file.fileno(), r.nbytes, r.offset) for r in keep]
-        old._file.seek(0)
-        old._file.truncate(0)
-        for blob in blobs:
-            _write_all(old._file.fileno(), memoryview(blob))
-        old.nbytes = sum(len(b) for b in blobs)
+        return msgspec.structs.replace(report, freed=expected - residue)
 
     def resume(self, tags: Collection[str]) -> MemoryReport:
-        before = self.memory()
         mapped: list[HostArena] = []
         try:
             for arena in self._of(tags):
@@ -389,9 +453,11 @@ class HostPool(MemoryPool):
             for arena in mapped:
                 if arena.backup is not None:
                     arena.backup.restore(arena)
-        except MemoryFault as error:
+        except BaseException as error:
             for arena in mapped:
                 arena.drop_pages()
+            if not isinstance(error, (MemoryFault, OSError)):
+                raise
             free = os.sysconf("SC_AVPHYS_PAGES") * PAGE
             needed = sum(a.size for a in mapped)
             raise ResumeOutOfMemory(",".join(tags), needed, free) from error
@@ -399,19 +465,21 @@ class HostPool(MemoryPool):
             if arena.backup is not None:
                 arena.backup.close()
                 arena.backup = None
-        after = self.memory()
-        return msgspec.structs.replace(after, mapped=after.resident() - before.resident())
+        report = self.memory()
+        now = _resident(report)
+        return msgspec.structs.replace(report, mapped=sum(now[a.tag, a.group] for a in mapped))
 
     def memory(self) -> MemoryReport:
-        return self._report({k: resident_pages(a.address, a.size) for k, a in self._all()})
+        with self._lock:
+            return self._report(
+                {k: resident_pages(a.address, a.size) for k, a in self._arenas.items()}
+            )
 
     def audit(self) -> MemoryReport:
         """As :meth:`memory`, counted by ``/proc/self/smaps``."""
-        counted = resident_bytes({"/".join(k): a.range for k, a in self._all()})
-        return self._report({k: counted["/".join(k)] for k, _ in self._all()})
-
-    def _all(self) -> list[tuple[tuple[str, str], HostArena]]:
-        return list(self._arenas.items())
+        with self._lock:
+            counted = resident_bytes({"/".join(k): a.range for k, a in self._arenas.items()})
+            return self._report({k: counted["/".join(k)] for k in self._arenas})
 
     def _report(self, counted: Mapping[tuple[str, str], int]) -> MemoryReport:
         return MemoryReport(
@@ -423,16 +491,15 @@ class HostPool(MemoryPool):
                     counted[k],
                     a.backup.nbytes if a.backup else 0,
                 )
-                for k, a in self._all()
-                if k in counted
+                for k, a in self._arenas.items()
             )
         )
 
     def check_invariants(self) -> None:
-        # Nothing may run meanwhile, so the two ways of counting must agree.
-        reports = self.audit().arenas
-        assert reports == self.memory().arenas, "smaps and page tables disagree"
-        for report in reports:
+        # Nothing may run meanwhile, so the two ways of counting agree, but for pages of zeros.
+        reports = self.memory().arenas
+        for counted, report in zip(self.audit().arenas, reports, strict=True):
+            assert counted.resident <= report.resident, "smaps counts more than the page tables"
             arena = self._arenas[report.tag, report.group]
             assert report.resident <= arena.size, f"{report} counts pages that are not its own"
             if arena.released:
@@ -448,4 +515,9 @@ class HostPool(MemoryPool):
     def _of(self, tags: Collection[str]) -> list[HostArena]:
         if isinstance(tags, str):
             raise SessionError(f"tags must be a list, not the string {tags!r}")
-        return [a for a in self._arenas.values() if a.tag in tags]
+        with self._lock:
+            return [a for a in self._arenas.values() if a.tag in tags]
+
+
+def _resident(report: MemoryReport) -> dict[tuple[str, str], int]:
+    return {(a.tag, a.group): a.resident for a in report.arenas}

@@ -20,6 +20,7 @@ import msgspec
 from hotbunk.rollout import errors
 from hotbunk.rollout.calls import bounded, engine_failed
 from hotbunk.rollout.contract import (
+    ADAPTER_PREFIX,
     FULL,
     TARGET,
     AbortReport,
@@ -133,7 +134,8 @@ class Replica:
         self._quiet = False  # its last pause came to an end: no step runs
         self._pausing = 0  # engine pauses under way
         self._opening: asyncio.Event | None = None  # set when the engine's resume has ended
-        self._fingerprints: dict[str, int] = {}
+        self._updating: frozenset[str] = frozenset()  # half-written, and on its way to whole
+        self._fingerprints: dict[str, dict[str, int]] = {}  # group -> name -> what was sent
         self._residency: Residency
 
     @property
@@ -154,6 +156,8 @@ class Replica:
             fed=fed,
             retentions=caps.retentions,
         )
+        if not self._residency.servable():
+            await self._quiesce("start", None)  # an engine without content starts no step
 
     async def close(self) -> None:
         """End every request, then the backend. Idempotent."""
@@ -193,7 +197,9 @@ class Replica:
             raise errors.Unsupported(f"retention {retention.value!r}", caps.backend, f"has {have}")
         kv_only = wanted == (Tag.KV_CACHE,)
         self._require("release_kv_cache" if kv_only else "release")
-        async with self._exclusive("release", quiesce=bool(wanted), deadline=deadline):
+        if not wanted:
+            return await self.memory()
+        async with self._exclusive("release", deadline=deadline):
             return await self._release(wanted, retention)
 
     async def release_kv_cache(self, *, deadline: float | None = None) -> MemoryReport:
@@ -239,7 +245,7 @@ class Replica:
         stream: AsyncIterator[TokenChunk] | None = None
         try:
             self._check_alive()
-            if self._gate.closed and self.health is Health.POISONED:
+            if self._gate.closed and self._is_poisoned_for(request):
                 # Nobody waits for a replica that only a resend can heal.
                 entry.move(0.0, "the replica is poisoned by a failed update")
             if not await self._gate.passed(entry):
@@ -281,8 +287,14 @@ class Replica:
         self._check_alive()
         self._gate.hold(owner, mode, clear_cache, reject)
         began = time.perf_counter()
-        report = await self._pause_engine("pause", mode, clear_cache, deadline)
-        if owner not in self._gate.pauses:
+        drains = mode is not PauseMode.WAIT or await self._may_drain(deadline)
+        # What is frozen over missing content stays frozen: it cannot be let finish.
+        how = mode if drains else PauseMode.KEEP
+        report = None
+        if owner in self._gate.pauses:
+            report = await self._pause_engine("pause", how, clear_cache, deadline)
+        if report is None or owner not in self._gate.pauses:
+            await self._reopen()
             raise errors.SessionError(
                 f"{owner} resumed generation before its pause was complete", where=self.name
             )
@@ -310,7 +322,13 @@ class Replica:
         return AbortReport(tuple(sorted(ended)), tuple(sorted(wanted - ended)))
 
     async def reset_caches(self, which: Collection[Cache] | None = None) -> None:
-        """Forget caches, once generation stands still."""
+        """Forget caches, once generation stands still.
+
+        :raises Unsupported: a cache the backend does not declare.
+        """
+        for cache in which or ():
+            if cache not in self.capabilities.caches:
+                raise errors.Unsupported(f"resetting cache {cache!r}", self.capabilities.backend)
         async with self._exclusive("reset_caches"):
             await self._call(
                 "reset_caches", self.backend.reset_caches(which), self.deadlines.memory
@@ -358,7 +376,7 @@ class Replica:
         """What is true now, without waiting for any verb in progress."""
         limit, grace = self.deadlines.inspect, self.deadlines.grace
         try:
-            said = await bounded("status", self.backend.status(), limit, grace=grace)
+            said = await bounded("status", self._backend_status(), limit, grace=grace)
         except (errors.DeadlineExceeded, errors.EngineFailed, errors.ReplicaLost):
             said = BackendStatus(busy=True)  # hung or dead: what the replica knows still counts
         now = asyncio.get_running_loop().time()
@@ -380,6 +398,13 @@ class Replica:
             backend=said,
         )
 
+    async def _backend_status(self) -> BackendStatus:
+        try:
+            return await self.backend.status()
+        except errors.ReplicaLost as error:
+            self._lose(error.what)  # the engine's own word: it is dead, not slow
+            raise
+
     async def digest(self, names: Collection[str] | None = None) -> Digests:
         """Fingerprints as the bytes lie in the engine."""
         self._require("digest")
@@ -395,13 +420,14 @@ class Replica:
         """OK, poisoned (some group is DIRTY), or lost."""
         if self._lost:
             return Health.LOST
-        return Health.POISONED if self._residency.poisoned() else Health.OK
+        return Health.POISONED if self._poisoned() else Health.OK
 
     async def check_invariants(self) -> None:
         """Everything that must hold whenever no verb is in progress.
 
         :raises AssertionError: one does not.
         """
+        known = set(self._gate.ids(Stage.RUNNING))  # one that ends meanwhile is no stranger
         status = await self.status()
         if self._lost or self._lock.locked() or status.backend.busy:
             return
@@ -413,13 +439,22 @@ class Replica:
         for group, version in resident.items():
             said = status.backend.versions.get(group)
             assert said == version, f"{group}: engine says {said}, state says {version}"
-        unseen = set(status.backend.running) - set(status.running)
+        unseen = set(status.backend.running) - set(status.running) - known
         assert not unseen, f"engine runs requests the gate does not know: {unseen}"
 
     # -- inside -------------------------------------------------------------------------------
 
     def _version(self) -> Version:
         return self._residency.versions().get(TARGET, Version())
+
+    def _poisoned(self) -> frozenset[str]:
+        return self._residency.poisoned() - self._updating
+
+    def _is_poisoned_for(self, request: GenerateRequest) -> bool:
+        own = f"{ADAPTER_PREFIX}{request.adapter}"
+        return any(
+            group == own or not group.startswith(ADAPTER_PREFIX) for group in self._poisoned()
+        )
 
     def _admit(self, request: GenerateRequest) -> None:
         """Between this check and the engine's queue there is no suspension point."""
@@ -505,19 +540,37 @@ class Replica:
     def _standing_still(self) -> bool:
         return self._quiet and self._pausing == 0
 
+    async def _may_drain(self, deadline: float | None) -> bool:
+        """Whether a drain would compute from whole content, once no verb is in progress.
+
+        :raises DeadlineExceeded: the verb in progress did not end in time.
+        """
+        if not self._standing_still() or not self._gate.ids(Stage.RUNNING):
+            return True  # nothing that stands would go on
+        limit = self.deadlines.drain if deadline is None else deadline
+        try:
+            async with asyncio.timeout(limit), self._lock:
+                return self._residency.servable()
+        except TimeoutError:
+            raise errors.DeadlineExceeded(
+                "the verb before a drain", limit, where=self.name
+            ) from None
+
     async def _pause_engine(
         self, verb: str, mode: PauseMode, clear_cache: bool, deadline: float | None
     ) -> PauseReport:
         limit = self.deadlines.drain if deadline is None else deadline
         while self._opening is not None:  # a resume must not overtake the pause after it
             await self._opening.wait()
+        clear_cache = clear_cache or self._gate.clear_cache
         self._engine_open = self._quiet = False
         self._pausing += 1
         if mode is PauseMode.WAIT:
             self._gate.thaw()
         began = time.perf_counter()
         try:
-            if self.capabilities.pause[mode].support is Support.EMULATED:
+            native = self.capabilities.pause[mode].support is Support.NATIVE
+            if mode is PauseMode.WAIT and not native:
                 report = await self._call(verb, self._pause_at_gate(mode, clear_cache), limit)
             else:
                 coro = self.backend.pause_generation(mode, clear_cache=clear_cache)
@@ -538,11 +591,11 @@ class Replica:
 
     async def _pause_at_gate(self, mode: PauseMode, clear_cache: bool) -> PauseReport:
         """WAIT for an engine that cannot drain by itself: admission is shut, so what runs ends."""
-        assert mode is PauseMode.WAIT
         before = self._gate.ids(Stage.RUNNING)
         await self.backend.resume_generation()  # frozen requests finish, too
         await self._gate.drained()
-        await self.backend.pause_generation(PauseMode.ABORT, clear_cache=clear_cache)
+        still = PauseMode.ABORT if self.capabilities.pause[PauseMode.ABORT] else PauseMode.KEEP
+        await self.backend.pause_generation(still, clear_cache=clear_cache)
         return PauseReport(mode, finished=before, cleared_cache=clear_cache)
 
     async def _reopen(self) -> None:
@@ -629,6 +682,7 @@ class Replica:
         limit = self.deadlines.update if deadline is None else deadline
         began = time.perf_counter()
         try:
+            self._updating = groups
             coro = self.backend.update_weights(watched, version=version, scope=scope)
             report = await self._call("update_weights", coro, limit)
             if report.applied != len(manifest.tensors) or not watched.committed:
@@ -644,10 +698,14 @@ class Replica:
                     "the replica was poisoned by a failed update", ids=self._gate.users_of(broken)
                 )
             raise
+        finally:
+            self._updating = frozenset()
         for spec in manifest.tensors:
+            of_group = self._fingerprints.setdefault(spec.group, {})
             for name in spec.names:
-                self._fingerprints.pop(name, None)
-        self._fingerprints.update(watched.expected)
+                of_group.pop(name, None)
+            if spec.name in watched.expected:
+                of_group[spec.name] = watched.expected[spec.name]
         seconds = time.perf_counter() - began
         return msgspec.structs.replace(report, groups=tuple(sorted(groups)), seconds=seconds)
 
@@ -661,10 +719,11 @@ class Replica:
         ):
             return None
         verified = "none"
-        if self._fingerprints and self.capabilities.digest:
-            coro = self.backend.digest(tuple(self._fingerprints))
+        sent = {n: value for g in groups for n, value in self._fingerprints.get(g, {}).items()}
+        if sent and self.capabilities.digest:
+            coro = self.backend.digest(tuple(sent))
             found = await self._call("digest", coro, self.deadlines.memory)
-            if dict(found.values) != self._fingerprints:
+            if dict(found.values) != sent:
                 return None  # content changed under its label: take the transfer
             verified = "applied"
         return UpdateReport(version, skipped=True, verified=verified, groups=tuple(sorted(groups)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import torch
@@ -20,6 +21,8 @@ from hotbunk.rollout.errors import SessionError, TransferFailed
 from hotbunk.rollout.memory import Arena, MemoryPool
 
 BUCKET_TAG = "bucket"
+CLOSE_WAIT = 30.0  # seconds to wait for a source that was cut off in the middle of a tensor
+log = logging.getLogger(__name__)
 _addresses = itertools.count()
 _open_offers: dict[str, NaiveOffer] = {}
 
@@ -42,6 +45,7 @@ class NaiveOffer(Offer):
         self._on_bucket = on_bucket
         self._pool = pool
         self._arena: Arena | None = None
+        self._filling: asyncio.Future[Bucket | None] | None = None
         check_bucket_bytes(manifest.bucket_bytes)
         _open_offers[self.address] = self
 
@@ -54,6 +58,14 @@ class NaiveOffer(Offer):
         region = self._arena.add("bucket", size)
         return torch.frombuffer(self._arena.view(region), dtype=torch.uint8)
 
+    async def fill(self, packer: Packer) -> Bucket | None:
+        """The next bucket, packed off the event loop: it takes longer than a loop may stand still.
+
+        A packing cannot be cut off. When this is cancelled it goes on, and :meth:`close` waits.
+        """
+        self._filling = asyncio.get_running_loop().run_in_executor(None, packer.next)
+        return await asyncio.shield(self._filling)
+
     async def written(self) -> None:
         """A bucket is full and was written: the moment at which a sync holds most memory."""
         if self._on_bucket is not None:
@@ -61,6 +73,14 @@ class NaiveOffer(Offer):
 
     async def close(self) -> None:
         _open_offers.pop(self.address, None)
+        if self._filling is not None:
+            # The trainer's tensors, too, may be taken away once this returns.
+            done, _ = await asyncio.wait({self._filling}, timeout=CLOSE_WAIT)
+            if not done:
+                log.error("a source still hangs %g s after its sync ended", CLOSE_WAIT)
+            elif not self._filling.cancelled():
+                self._filling.exception()  # raised to whoever asked, if anybody still does
+            self._filling = None
         if self._arena is not None and self._pool is not None:
             self._pool.drop(self._arena)
             self._arena = None
@@ -89,11 +109,7 @@ class NaiveTransfer(Transfer):
             layout=self._layout,
             fingerprints=self.manifest.fingerprint != "none",
         )
-        while True:
-            # Off the event loop: a bucket takes longer to fill than a loop may stand still.
-            bucket = await asyncio.to_thread(packer.next)
-            if bucket is None:
-                return
+        while (bucket := await self._offer.fill(packer)) is not None:
             yield bucket
             await self._offer.written()
 

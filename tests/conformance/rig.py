@@ -149,6 +149,10 @@ class Rig:
         """Groups that a full update carries."""
         return sorted({spec.group for spec, _ in self.ut.weights(1)})
 
+    def unfed(self) -> list[str]:
+        """Groups that no update reaches: they are never discarded."""
+        return sorted(set(self.caps.groups) - set(self.fed()))
+
     def off_device(self) -> Retention:
         """Some retention that really takes weights off the device."""
         for retention in (Retention.DISCARD, Retention.BACKUP):

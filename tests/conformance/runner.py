@@ -90,7 +90,7 @@ def _verdict(task: asyncio.Task[Status]) -> tuple[Status, str]:
         return Status.NOT_RUN, str(error)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(frame.filename).name}:{frame.lineno}"
-    detail = f"{type(error).__name__}: {error} ({where})"
+    detail = f"{type(error).__name__}: {str(error) or frame.line} ({where})"
     if isinstance(error, (AssertionError, HotbunkError, TimeoutError)):
         return Status.FAIL, detail
     # Anything else is the engine's if it was raised beyond this package, else ours.

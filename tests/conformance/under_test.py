@@ -89,7 +89,10 @@ class BackendUnderTest(ABC):
         """Bytes of the tag that the device or the OS counts, read past the engine's verbs."""
 
     def host_backup(self) -> int | None:
-        """Bytes of host memory that backups take; None: cannot be told from outside."""
+        """Bytes of host memory that backups of weights take; None: cannot be told from outside.
+
+        State that no sync brings back is kept through every release, and is not counted here.
+        """
         return None
 
     def adapter(self, name: str, version: int) -> Tensors:

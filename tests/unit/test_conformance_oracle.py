@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+
 from hotbunk.conformance.backends.oracle import OracleUnderTest
-from hotbunk.conformance.case import Case, Status, all_cases
+from hotbunk.conformance.case import REGISTRY, Case, Level, Status, all_cases
 from hotbunk.conformance.negative import ATTEMPTS
+from hotbunk.conformance.rig import Rig
 from hotbunk.conformance.runner import run, run_case, write_matrix
+from hotbunk.conformance.under_test import BackendUnderTest
 from hotbunk.rollout.backends.oracle.options import ABILITIES
 
 CASES = all_cases()
+PASSED = (Status.PASS, Status.NOT_RUN, Status.UNSUPPORTED)
 
 
 def name(one: Case) -> str:
@@ -23,4 +29,89 @@ def name(one: Case) -> str:
 @pytest.mark.parametrize("one", CASES, ids=name)
 async def test_core(one: Case) -> None:
     result = await run_case(one, OracleUnderTest())
-    assert result.status in (Status.PASS, Status.NOT_RUN), result.detail
+    assert result.status in PASSED, result.detail
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"loaded": False}, {"gate": "in_engine"}, {"fed": ["target"]}, {"step_time": 0.0}],
+    ids=str,
+)
+def test_other_oracles(options: dict[str, Any]) -> None:
+    failed = [r for r in run(OracleUnderTest(**options)) if r.status not in PASSED]
+    assert not failed
+
+
+@pytest.mark.parametrize("lacking", ABILITIES)
+def test_what_is_declared_missing_is_refused(lacking: str) -> None:
+    results = run(OracleUnderTest(unsupported=[lacking]))
+    assert not [r for r in results if r.status not in PASSED]
+    concerned = {r.case for r in results if lacking in r.capability.split()}
+    refused = {r.case for r in results if r.status is Status.UNSUPPORTED}
+    assert concerned <= refused
+
+
+def test_almost_nothing_is_left_untried() -> None:
+    statuses = {r.case: r.status for r in run(OracleUnderTest())}
+    assert Counter(statuses.values())[Status.FAIL] == 0
+    untried = {case for case, status in statuses.items() if status is Status.NOT_RUN}
+    assert untried <= {"groups_that_take_no_update", "the_engine_itself_refuses"}
+
+
+def test_every_capability_used_has_a_negative_run() -> None:
+    used = {c for one in CASES for c in one.capabilities}
+    assert used - set(ATTEMPTS) == {"gate.in_engine"}
+
+
+def test_cases_name_known_reports() -> None:
+    ids = {i for one in CASES for i in one.ids}
+    assert {"G1", "C1", "K1", "V7", "N7", "H1"} <= ids
+    assert all(one.doc for one in CASES)
+
+
+def test_the_matrix_is_an_object_with_cases(tmp_path: Path) -> None:
+    results = run(OracleUnderTest(), Level.CORE)
+    path = write_matrix(results, tmp_path / "out", backend="oracle")
+    matrix = json.loads(path.read_text())
+    assert matrix["backend"] == "oracle"
+    assert [c["case"] for c in matrix["cases"]] == [one.name for one in CASES]
+    assert set(matrix["cases"][0]) == {
+        "case",
+        "level",
+        "capability",
+        "status",
+        "seconds",
+        "detail",
+    }
+
+
+async def endless(rig: Rig) -> None:
+    await rig.replica.pause_generation()
+    while True:
+        await rig.moment()
+
+
+async def wrong(rig: Rig) -> None:
+    raise AssertionError("it does not hold")
+
+
+async def crash(rig: Rig) -> None:
+    raise RuntimeError("the engine fell over")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("body", [endless, wrong, crash])
+async def test_bad_ends_are_failures(body: Any) -> None:
+    one = Case("x", Level.CORE, (), body, "", ())
+    result = await run_case(one, OracleUnderTest())
+    assert result.status is Status.FAIL
+    assert result.detail
+
+
+@pytest.mark.anyio
+async def test_what_the_backend_did_not_bring_is_an_error_of_the_suite() -> None:
+    class Silent(OracleUnderTest):
+        adapter_golden = BackendUnderTest.adapter_golden
+
+    result = await run_case(REGISTRY["adapters_serve_who_asks"], Silent())
+    assert result.status is Status.ERROR, result.detail

@@ -56,7 +56,8 @@ class Fault:
     """One planned fault.
 
     ``error`` is raised by RAISE; ``seconds`` (of loop time) is the length of DELAY; ``stubborn``
-    makes HANG ignore cancellation, and makes whatever is asked of a dead engine hang, too.
+    makes HANG ignore being cancelled (once: the second time is the event loop's, at its end), and
+    makes whatever is asked of a dead engine hang, too.
     """
 
     action: Action
@@ -143,9 +144,9 @@ class FaultPlan:
         return fault.action is Action.CORRUPT
 
     async def _hang(self, stubborn: bool) -> None:
-        while True:
-            try:
-                await asyncio.get_running_loop().create_future()
-            except asyncio.CancelledError:
-                if not stubborn:
-                    raise
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            if not stubborn:
+                raise
+        await asyncio.get_running_loop().create_future()

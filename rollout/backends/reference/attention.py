@@ -67,7 +67,11 @@ class StepContext:
             decode_slots = (table[:, :, None] * block_size + within).view(len(plan.decode), -1)
             decode_slots = decode_slots[:, :width]
             last = torch.tensor([c.start for c in plan.decode])
-            decode_mask = (torch.arange(width)[None] <= last[:, None])[:, None, None]
+            seen = torch.arange(width)[None] <= last[:, None]
+            # Masked places read the sequence's own first slot: a mask does not stop a NaN that
+            # another request, or nobody yet, has in the slots behind the end.
+            decode_slots = torch.where(seen, decode_slots, decode_slots[:, :1])
+            decode_mask = seen[:, None, None]
             written.append(decode_slots.gather(1, last[:, None]).view(-1))
         pieces: list[PrefillPiece] = []
         begin = len(plan.decode)

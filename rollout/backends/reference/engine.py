@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
 from hotbunk.rollout import errors
 from hotbunk.rollout.backends.reference.options import ReferenceOptions
 from hotbunk.rollout.backends.reference.runner import ModelRunner, Writer
-from hotbunk.rollout.backends.reference.scheduler import Scheduler, Sequence
+from hotbunk.rollout.backends.reference.scheduler import Admission, Scheduler, Sequence
 from hotbunk.rollout.backends.reference.thread import EngineThread
 from hotbunk.rollout.contract import (
     FULL,
@@ -20,6 +22,7 @@ from hotbunk.rollout.contract import (
     TARGET,
     AbortReport,
     BackendStatus,
+    Bucket,
     Cache,
     Capabilities,
     Digests,
@@ -44,6 +47,15 @@ from hotbunk.rollout.fingerprint import KIND
 from hotbunk.rollout.intake import check_offer
 from hotbunk.rollout.lifecycle import Residency, Weights
 
+T = TypeVar("T")
+
+
+class _Stream(msgspec.Struct, eq=False):
+    """Where a request's chunks go. An id may be used again, so the sequence says whose they are."""
+
+    sequence: Sequence
+    items: asyncio.Queue[TokenChunk | errors.HotbunkError]
+
 
 class _Pending(msgspec.Struct):
     """A pause that waits for the engine to stand still."""
@@ -60,10 +72,8 @@ class ReferenceEngine(Engine):
 
     def __init__(self, options: ReferenceOptions) -> None:
         self.options = options
-        self.capabilities = Capabilities(
-            backend="reference", layout=NATIVE, caches=frozenset({Cache.PREFIX})
-        )
-        self._streams: dict[str, asyncio.Queue[TokenChunk | errors.HotbunkError]] = {}
+        self.capabilities = Capabilities(backend="reference", layout=NATIVE, caches=frozenset())
+        self._streams: dict[str, _Stream] = {}
         self._pending: list[_Pending] = []
         self._tokens = 0
         self._steps = 0
@@ -95,8 +105,12 @@ class ReferenceEngine(Engine):
         if self._closed or not hasattr(self, "_thread"):
             return
         self._closed = True
-        self._end_streams(errors.ReplicaLost("the engine was closed"))
-        if await asyncio.to_thread(self._thread.stop):
+        closed = errors.ReplicaLost("the engine was closed")
+        self._end_streams(closed)
+        stopped = await asyncio.to_thread(self._thread.stop)
+        for pending in self._pending:
+            _fail(pending.future, closed)
+        if stopped:
             self._runner.close()
 
     # -- the five verbs -----------------------------------------------------------------------
@@ -160,10 +174,16 @@ class ReferenceEngine(Engine):
         writer = await self._thread.call(begin)
         layout = {n: known[n] for spec in manifest.tensors for n in spec.names}
         await transfer.accept(ReceiverLayout(layout))
-        # From here on the engine itself refuses to compute, whoever asks.
-        await self._thread.call(lambda: self._residency.written([TARGET]))
+
+        def write(bucket: Bucket | None) -> None:
+            # From here on the engine itself refuses to compute, whoever asks.
+            self._residency.written([TARGET])
+            if bucket is not None:
+                writer.write(bucket)
+
         async for bucket in transfer.buckets():
-            await self._thread.call(lambda b=bucket: writer.write(b))  # type: ignore[misc]
+            await _uncut(self._thread.call(partial(write, bucket)))
+        await self._thread.call(partial(write, None))  # an update without a byte is one, too
         applied = writer.intake.finish()
         expected = dict(await transfer.fingerprints())
         if expected:
@@ -190,14 +210,20 @@ class ReferenceEngine(Engine):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         self._check(request)
         sequence = Sequence(request)
-        stream: asyncio.Queue[TokenChunk | errors.HotbunkError] = asyncio.Queue()
-        self._streams[request.request_id] = stream
+        stream = self._streams[request.request_id] = _Stream(sequence, asyncio.Queue())
         finished = False
+
+        def admit() -> None:
+            # A pause makes callers wait, except for what only a resend will mend.
+            if self._scheduler.admission is Admission.OPEN or self._residency.poisoned():
+                self._residency.check_generate()
+            self._scheduler.add(sequence)
+
         try:
             # Not awaited: admission is settled in the thread, and answers come by the stream.
-            self._tell(lambda: self._scheduler.add(sequence))
+            self._tell(admit, stream)
             while not finished:
-                item = await stream.get()
+                item = await stream.items.get()
                 if isinstance(item, errors.HotbunkError):
                     finished = True
                     raise item
@@ -222,8 +248,11 @@ class ReferenceEngine(Engine):
             self._pending.append(_Pending(mode, clear_cache, before, ended, future))
             self._settle_pauses()
 
-        await self._thread.call(run)
-        return await future
+        try:
+            await self._thread.call(run)
+            return await future
+        finally:
+            future.cancel()  # cut off before its answer: nobody will come for it
 
     async def resume_generation(self) -> None:
         def run() -> None:
@@ -231,6 +260,13 @@ class ReferenceEngine(Engine):
                 error = errors.SessionError("generation was resumed before the pause was complete")
                 self._post(_fail, pending.future, error)
             self._pending.clear()
+            try:
+                self._residency.check_generate()
+            except errors.ContractError as missing:
+                # Frozen requests stay; those that came meanwhile are told what is missing.
+                for sequence in list(self._scheduler.arrived):
+                    self._scheduler.remove(sequence)
+                    self._post(self._put, sequence, missing)
             self._scheduler.resume()
 
         await self._thread.call(run)
@@ -256,6 +292,7 @@ class ReferenceEngine(Engine):
     # -- looking ------------------------------------------------------------------------------
 
     async def status(self) -> BackendStatus:
+        self._thread.check_alive()
         scheduler = self._scheduler  # snapshots of lists: reading them never waits for a step
         running, waiting = tuple(scheduler.running), (*scheduler.waiting, *scheduler.arrived)
         frozen = scheduler.admission == "frozen"
@@ -300,7 +337,7 @@ class ReferenceEngine(Engine):
         self._steps += 1
         version = self._version
         assert version is not None
-        out: list[TokenChunk] = []
+        out: list[tuple[Sequence, TokenChunk]] = []
         for chunk, drawn in zip(plan.chunks, results, strict=True):
             if drawn is None:
                 continue
@@ -310,9 +347,8 @@ class ReferenceEngine(Engine):
             reason = self._finish_reason(s, drawn.token)
             if reason is not None:
                 self._scheduler.remove(s)
-            out.append(
-                TokenChunk(s.id, (drawn.token,), (drawn.logprob,), version, finish_reason=reason)
-            )
+            made = TokenChunk(s.id, (drawn.token,), (drawn.logprob,), version, reason)
+            out.append((s, made))
         self._post(self._deliver, out)
         self._settle_pauses()
 
@@ -329,9 +365,9 @@ class ReferenceEngine(Engine):
         out = []
         for s in sequences:
             self._scheduler.remove(s)
-            out.append(TokenChunk(s.id, version=version, finish_reason=FinishReason.ABORT))
+            out.append((s, TokenChunk(s.id, version=version, finish_reason=FinishReason.ABORT)))
         self._post(self._deliver, out)
-        return tuple(chunk.request_id for chunk in out)
+        return tuple(s.id for s, _ in out)
 
     def _settle_pauses(self) -> None:
         """Answer the pauses that wait, if the engine stands still."""
@@ -358,7 +394,8 @@ class ReferenceEngine(Engine):
         self._pending.clear()
 
     def _must_stand_still(self, verb: str) -> None:
-        if not self._scheduler.quiet and self._scheduler.in_flight():
+        # An engine that is merely idle does not: a step could start at any moment.
+        if not self._scheduler.quiet:
             raise errors.RequestsInFlight([s.id for s in self._scheduler.in_flight()], verb, 0.0)
 
     def _died(self, failure: errors.EngineFailed) -> None:
@@ -371,20 +408,28 @@ class ReferenceEngine(Engine):
 
     # -- in the event loop --------------------------------------------------------------------
 
-    def _tell(self, command: Any) -> None:
-        """Give the thread a command whose answer nobody needs."""
-        future = asyncio.ensure_future(self._thread.call(command))
-        future.add_done_callback(lambda f: f.cancelled() or f.exception())
+    def _tell(self, command: Callable[[], None], stream: _Stream | None = None) -> None:
+        """Give the thread a command; nobody waits for it, only a refusal goes to the stream."""
 
-    def _deliver(self, chunks: list[TokenChunk]) -> None:
-        for chunk in chunks:
-            stream = self._streams.get(chunk.request_id)
-            if stream is not None:
-                stream.put_nowait(chunk)
+        def answered(future: asyncio.Future[None]) -> None:
+            refusal = None if future.cancelled() else future.exception()
+            if stream is not None and isinstance(refusal, errors.HotbunkError):
+                stream.items.put_nowait(refusal)
+
+        asyncio.ensure_future(self._thread.call(command)).add_done_callback(answered)
+
+    def _deliver(self, chunks: list[tuple[Sequence, TokenChunk]]) -> None:
+        for sequence, chunk in chunks:
+            self._put(sequence, chunk)
+
+    def _put(self, sequence: Sequence, item: TokenChunk | errors.HotbunkError) -> None:
+        stream = self._streams.get(sequence.id)
+        if stream is not None and stream.sequence is sequence:
+            stream.items.put_nowait(item)
 
     def _end_streams(self, error: errors.HotbunkError) -> None:
         for stream in self._streams.values():
-            stream.put_nowait(error)
+            stream.items.put_nowait(error)
 
     def _check(self, request: GenerateRequest) -> None:
         """Refuse at once what could never run."""
@@ -394,15 +439,20 @@ class ReferenceEngine(Engine):
             raise errors.Unsupported("adapters", self.capabilities.backend)
         if request.media:
             raise errors.Unsupported("media", self.capabilities.backend, "text models only")
+        if not request.prompt or request.sampling.max_tokens < 1:
+            raise errors.UsageError(
+                f"request {request.request_id!r} needs a prompt and max_tokens of 1 or more"
+            )
         vocabulary = int(self._runner.config.vocab_size)
         if not all(0 <= t < vocabulary for t in request.prompt):
             raise errors.UsageError(
                 f"request {request.request_id!r} has token ids outside 0..{vocabulary - 1}"
             )
-        if request.sampling.temperature < 0:
+        temperature = request.sampling.temperature
+        if temperature < 0 or not math.isfinite(temperature):
             raise errors.UsageError(
-                f"request {request.request_id!r} asks for temperature "
-                f"{request.sampling.temperature}, which is below 0"
+                f"request {request.request_id!r} asks for temperature {temperature}, which is not "
+                "a number of 0 or more"
             )
         tokens = len(request.prompt) + request.sampling.max_tokens
         if tokens > self._runner.max_context:
@@ -416,8 +466,18 @@ class ReferenceEngine(Engine):
                 f"cache holds {self._scheduler.blocks * self.options.block_size}",
                 remedy="raise kv_cache_tokens, or lower max_tokens",
             )
-        if not self._scheduler.quiet and not self._pending:
-            self._residency.check_generate()
+
+
+async def _uncut(call: Awaitable[T]) -> T:
+    """Await a command to its end, also when cancelled: it works on a bucket that is only lent."""
+    future = asyncio.ensure_future(call)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait({future})
+        if not future.cancelled():
+            future.exception()  # taken note of: whoever waited is gone
+        raise
 
 
 def _succeed(future: asyncio.Future[PauseReport], report: PauseReport) -> None:

@@ -85,13 +85,17 @@ class ModelRunner:
             return [None] * len(chunks)
         sampling = [c.sequence for c in chunks if c.samples]
         logits = self.model.lm_head(hidden[0, ends]).float()
-        temperature = torch.tensor([[s.request.sampling.temperature] for s in sampling])
+        temperature = torch.tensor(
+            [[s.request.sampling.temperature] for s in sampling], dtype=torch.float64
+        )
         greedy = temperature == 0
-        logprobs = (logits / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
+        # Relative to the best one and in float64: the smallest temperature cannot overflow.
+        relative = (logits - logits.amax(-1, keepdim=True)).double()
+        logprobs = (relative / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
         # One uniform number a token from the request's own generator: a draw does not depend on
         # which other requests share the step, nor on whether its KV was computed twice.
         uniform = torch.tensor([[s.draws.random()] for s in sampling], dtype=torch.float64)
-        cdf = logprobs.double().exp().cumsum(-1)
+        cdf = logprobs.exp().cumsum(-1)
         drawn = torch.searchsorted(cdf, uniform * cdf[:, -1:]).clamp_(max=cdf.shape[1] - 1)
         tokens = torch.where(greedy, logits.argmax(-1, keepdim=True), drawn)
         chosen = logprobs.gather(1, tokens).view(-1).tolist()
@@ -144,7 +148,10 @@ class Writer:
         """
         data = bucket.data
         if not isinstance(data, torch.Tensor):
-            data = torch.frombuffer(data, dtype=torch.uint8)
+            view = memoryview(data).cast("B")
+            if view.readonly:  # torch wants buffers it could write to
+                view = memoryview(bytearray(view))
+            data = torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0)
         for entry in self.intake.check(bucket, data.numel()):
             piece = data[entry.offset : entry.offset + entry.nbytes]
             for target in self._targets[entry.index]:

@@ -136,12 +136,11 @@ class Scheduler:
         sequence.computed = 0
 
     def drop_all_kv(self, among: Iterable[Sequence] | None = None) -> int:
-        """Drop KV of these (default: all); how many had some."""
+        """Drop KV of these (default: all); how many must be computed again, now or since before."""
         chosen = self.everyone() if among is None else list(among)
-        dropped = sum(1 for s in chosen if s.computed)
         for sequence in chosen:
             self.drop_kv(sequence)
-        return dropped
+        return sum(1 for s in chosen if s.recomputed)
 
     def pause(self, mode: PauseMode) -> None:
         """Change what may start. The caller ends requests for ABORT."""

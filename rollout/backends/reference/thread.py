@@ -43,12 +43,16 @@ class EngineThread:
         """Run ``command`` in the thread, between steps."""
         future: asyncio.Future[T] = self.loop.create_future()
         with self._wake:
-            if self.failure is not None or self._stopping:
-                why = str(self.failure or "the engine is closed")
-                raise ReplicaLost(why, remedy="restart the engine")
+            self.check_alive()
             self._commands.append((command, future))
             self._wake.notify()
         return future
+
+    def check_alive(self) -> None:
+        """:raises ReplicaLost: a step raised, or the engine was closed."""
+        if self.failure is not None or self._stopping:
+            why = str(self.failure or "the engine is closed")
+            raise ReplicaLost(why, remedy="restart the engine")
 
     def stop(self, seconds: float = 10.0) -> bool:
         """End the thread after the step in progress; whether it ended in time."""

@@ -1,5 +1,25 @@
 """The cases. Importing this package registers them all."""
 
-from hotbunk.conformance.cases import broken, goldens, inflight, pauses, states, updates, waiting
+from hotbunk.conformance.cases import (
+    adapters,
+    broken,
+    declared,
+    goldens,
+    inflight,
+    pauses,
+    states,
+    updates,
+    waiting,
+)
 
-__all__ = ["broken", "goldens", "inflight", "pauses", "states", "updates", "waiting"]
+__all__ = [
+    "adapters",
+    "broken",
+    "declared",
+    "goldens",
+    "inflight",
+    "pauses",
+    "states",
+    "updates",
+    "waiting",
+]

@@ -19,7 +19,7 @@ async def goldens_of_two_versions(rig: Rig) -> None:
         await rig.check_golden(version)
 
 
-@case(capability="release retention.backup")
+@case(capability="pause.abort release retention.backup")
 async def golden_after_a_backup_cycle(rig: Rig) -> None:
     """Sleep level 1 and wake: same weights, no update, serving is open again."""
     await rig.load(1)
@@ -29,7 +29,7 @@ async def golden_after_a_backup_cycle(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="release retention.discard")
+@case(capability="pause.abort release retention.discard")
 async def golden_after_a_discard_cycle(rig: Rig) -> None:
     """Sleep level 2, wake the weights, update, wake the KV cache: the trainer's usual way (M3)."""
     await rig.load(1)

@@ -91,7 +91,7 @@ async def same_version_is_skipped(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="release retention.discard")
+@case(capability="pause.abort release retention.discard")
 async def same_version_is_sent_where_content_is_missing(rig: Rig) -> None:
     """After a discard, the same version is sent: replicas are woken that way (H19)."""
     await rig.load(1)

@@ -52,8 +52,11 @@ async def reject_turns_requests_away(rig: Rig) -> None:
     held = rig.submit(rig.ut.prompts[0])
     await rig.moment()
     assert not held.done
+    loop = asyncio.get_running_loop()
+    began = loop.time()
     await rig.replica.pause_generation(reject=True)
     check_aborted(await held.result(), retryable=True)
+    assert loop.time() - began < rig.ut.deadlines.hold / 2, "it waited for its deadline"
     error = await expect(ReplicaRejecting, rig.complete(rig.ut.prompts[1]))
     assert error.retryable
     await rig.replica.resume_generation()

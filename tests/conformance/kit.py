@@ -1,0 +1,76 @@
+"""Tiny deterministic models whose versions tell each other apart on every prompt.
+
+Untrained models of the usual scale repeat one token whatever their weights, so stale weights would
+pass for fresh ones; these are scaled until they do not, and :func:`distinct` checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_SCALE = 5.0  # of matrices; twice that where head and embedding are one
+
+
+def make_model(family: str, version: int, *, tied: bool = False) -> Any:
+    """The model of a version, in float32 on the CPU: the same bits every time."""
+    config = AutoConfig.for_model(family, **SIZES, tie_word_embeddings=tied)
+    with torch.random.fork_rng():
+        torch.manual_seed(1000 + version)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(_SCALE * (2.0 if tied else 1.0))
+                else:  # norms and biases differ, too: a lost vector must show
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval().requires_grad_(False)
+
+
+def save_model(family: str, version: int, directory: Path, *, tied: bool = False) -> Path:
+    """The version as a model directory (config.json and safetensors)."""
+    make_model(family, version, tied=tied).save_pretrained(directory)
+    return directory
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: Sequence[int], n: int) -> list[int]:
+    """What transformers' own ``generate`` says: the oracle for tokens."""
+    if n == 0:
+        return []
+    out = model.generate(
+        torch.tensor([list(prompt)]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=n,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+def distinct(goldens: Sequence[Sequence[Sequence[int]]]) -> bool:
+    """Whether any two versions' goldens (version -> prompt -> tokens) differ on every prompt."""
+    return all(
+        list(a) != list(b)
+        for one, version in enumerate(goldens)
+        for other in goldens[one + 1 :]
+        for a, b in zip(version, other, strict=True)
+    )

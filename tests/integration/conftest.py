@@ -1,0 +1,184 @@
+"""Fixtures of the integration tests: tiny models, engines that are closed, goldens from elsewhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from hotbunk.checkpoint_engine.source import TensorSource, module_source  # noqa: E402
+from hotbunk.rollout.contract import (  # noqa: E402
+    Completion,
+    GenerateRequest,
+    Sampling,
+    TokenChunk,
+    collect,
+)
+from hotbunk.rollout.registry import create_backend  # noqa: E402
+from hotbunk.rollout.replica import Deadlines, Replica  # noqa: E402
+from hotbunk.trainer_hooks.recipes.models import build_tiny, load_model  # noqa: E402
+
+_numbers = itertools.count()
+
+BuildModel = Callable[..., Path]
+MakeReplica = Callable[..., Awaitable[Replica]]
+MakeEngine = Callable[..., Awaitable[Any]]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> BuildModel:
+    """``tiny(family, seed, tied)``: a model directory, built once a session."""
+    root = tmp_path_factory.mktemp("models")
+
+    def build(
+        family: str = "llama", seed: int = 0, *, tied: bool = False, context: int = 256
+    ) -> Path:
+        path = root / f"{family}-{seed}-{tied}-{context}"
+        if not path.exists():
+            build_tiny(
+                path,
+                family=family,
+                seed=seed,
+                hidden=64,
+                tied=tied,
+                context=context,
+                scale=8.0 if tied else 5.0,
+            )
+        return path
+
+    return build
+
+
+@pytest.fixture
+async def engine(tiny: BuildModel) -> AsyncIterator[MakeEngine]:
+    """``await engine(model_dir, **options)``: a started reference engine, closed afterwards."""
+    made: list[Any] = []
+
+    async def start(model: Path | None = None, **options: Any) -> Any:
+        backend = create_backend("reference", model=str(model or tiny()), **options)
+        made.append(backend)
+        await backend.start()
+        return backend
+
+    yield start
+    for backend in made:
+        await backend.close()
+
+
+@pytest.fixture
+async def replica(tiny: BuildModel) -> AsyncIterator[MakeReplica]:
+    """``await replica(model_dir, **options)``: a started replica of the reference engine."""
+    made: list[Replica] = []
+
+    async def start(
+        model: Path | None = None,
+        *,
+        name: str = "",
+        deadlines: Deadlines | None = None,
+        **options: Any,
+    ) -> Replica:
+        backend = create_backend("reference", model=str(model or tiny()), **options)
+        one = Replica(backend, name=name or f"replica{len(made)}", deadlines=deadlines)
+        made.append(one)
+        await one.start()
+        return one
+
+    yield start
+    for one in made:
+        await one.close()
+
+
+def request(
+    prompt: Sequence[int], max_tokens: int = 12, *, name: str = "", **sampling: Any
+) -> GenerateRequest:
+    """A request of a fresh id; greedy unless told otherwise."""
+    sampling.setdefault("temperature", 0.0)
+    drawn = Sampling(max_tokens=max_tokens, **sampling)
+    return GenerateRequest(name or f"r{next(_numbers)}", tuple(prompt), drawn)
+
+
+async def complete(target: Any, prompt: Sequence[int], *args: Any, **kw: Any) -> Completion:
+    """One whole greedy response of an engine or a replica."""
+    return await collect(target.generate(request(prompt, *args, **kw)))
+
+
+async def first_tokens(stream: AsyncIterator[TokenChunk], count: int) -> list[int]:
+    """The next ``count`` tokens of a stream that goes on."""
+    got: list[int] = []
+    while len(got) < count:
+        got.extend((await anext(stream)).token_ids)
+    return got
+
+
+def prompts(count: int, *, shortest: int = 1, longest: int = 40, seed: int = 7) -> list[list[int]]:
+    """Random byte prompts of various lengths."""
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (count,), generator=draw).tolist()
+    return [torch.randint(0, 256, (n,), generator=draw).tolist() for n in lengths]
+
+
+def golden(model_dir: Path, prompt: Sequence[int], max_tokens: int = 12) -> list[int]:
+    """Greedy tokens by transformers' own ``generate``."""
+    model = loaded(model_dir)
+    with torch.inference_mode():
+        out = model.generate(
+            torch.tensor([list(prompt)]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return [int(t) for t in out[0, len(prompt) :]]
+
+
+_models: dict[Path, Any] = {}
+
+
+def loaded(model_dir: Path) -> Any:
+    """The model of that directory, as a trainer has it; one object a session. Do not change it."""
+    if model_dir not in _models:
+        _models[model_dir] = load_model(model_dir)
+    return _models[model_dir]
+
+
+def source(model_dir: Path) -> TensorSource:
+    """Weights of a model directory, from a trainer's module."""
+    return module_source(loaded(model_dir))
+
+
+class Kit:
+    """The helpers above, for test modules: pytest's importlib mode has no sibling imports."""
+
+    request = staticmethod(request)
+    complete = staticmethod(complete)
+    first_tokens = staticmethod(first_tokens)
+    prompts = staticmethod(prompts)
+    golden = staticmethod(golden)
+    loaded = staticmethod(loaded)
+    source = staticmethod(source)
+
+
+@pytest.fixture(scope="session")
+def kit() -> type[Kit]:
+    """Requests, prompts and goldens."""
+    return Kit

@@ -1,0 +1,527 @@
+"""Sync and memory: who holds what when, the order of verbs, fences, cancellation, and no stalls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hotbunk.checkpoint_engine.manager import CheckpointEngineManager  # noqa: E402
+from hotbunk.checkpoint_engine.policy import (  # noqa: E402
+    Outcome,
+    ReleaseKV,
+    SyncPolicy,
+    SyncReport,
+)
+from hotbunk.checkpoint_engine.source import module_source  # noqa: E402
+from hotbunk.checkpoint_engine.transports.naive import NaiveTransport  # noqa: E402
+from hotbunk.rollout import errors  # noqa: E402
+from hotbunk.rollout.contract import (  # noqa: E402
+    Deployment,
+    PauseMode,
+    Retention,
+    Tag,
+    Version,
+)
+from hotbunk.rollout.handle import LocalHandle  # noqa: E402
+from hotbunk.rollout.memory import HostPool  # noqa: E402
+from hotbunk.rollout.replica import Health, Replica  # noqa: E402
+from hotbunk.trainer_hooks.recipes.models import build_tiny, load_model  # noqa: E402
+from hotbunk.trainer_hooks.share import PooledTrainer  # noqa: E402
+
+pytestmark = pytest.mark.anyio
+PROMPT = [5, 6, 7, 8]
+BUCKET = 65_536
+MEMORY_VERBS = {"release", "resume", "release_kv_cache", "resume_kv_cache", "sleep", "wake_up"}
+
+
+class Recording(LocalHandle):
+    """A handle that writes down which verbs were called, with their tags."""
+
+    def __init__(self, replica: Replica, log: list[str]) -> None:
+        super().__init__(replica)
+        self._log = log
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name in MEMORY_VERBS | {"update_weights", "pause_generation", "resume_generation"}:
+            log = super().__getattribute__("_log")
+
+            def called(*args: Any, **kw: Any) -> Any:
+                tags = args[0] if args and isinstance(args[0], list) else []
+                log.append(" ".join([name, *(t.value for t in tags)]))
+                return found(*args, **kw)
+
+            return called
+        return found
+
+
+class Slow:
+    """A source that waits before each tensor until it is told to go on; ``touched`` says it waits."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.go, self.touched = inner, threading.Event(), threading.Event()
+
+    def specs(self) -> Any:
+        return self.inner.specs()
+
+    def tensors(self) -> Iterator[Any]:
+        for number, tensor in enumerate(self.inner.tensors()):
+            if number == 3:
+                self.touched.set()
+                self.go.wait(20)
+            yield tensor
+
+
+async def failed(syncing: Any) -> SyncReport:
+    with pytest.raises(errors.SyncFailed) as caught:
+        await syncing
+    report = caught.value.report
+    assert isinstance(report, SyncReport)
+    return report
+
+
+@pytest.fixture
+def pool() -> Iterator[HostPool]:
+    made = HostPool()
+    yield made
+    made.close()
+
+
+# -- who holds what, when ---------------------------------------------------------------------
+
+
+async def test_peak_is_trainer_weights_and_one_bucket_and_no_kv_m1_m2(
+    tiny: Any, kit: Any, replica: Any, pool: HostPool
+) -> None:
+    target = await replica(tiny(seed=0))
+    model = load_model(tiny(seed=1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    share = PooledTrainer(model, optimizer, pool, offload=True)
+    for state in optimizer.state.values():
+        state["exp_avg"].fill_(1.0)
+        state["exp_avg_sq"].fill_(1.0)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.fill_(1.0)
+    seen: list[tuple[int, int, int]] = []
+
+    async def sample() -> None:
+        engine = target.backend._runner.pool.audit()
+        trainer = pool.audit()
+        seen.append(
+            (
+                engine.resident(Tag.KV_CACHE),
+                engine.resident() + trainer.resident(),
+                trainer.resident("bucket"),
+            )
+        )
+
+    async def let_go() -> None:
+        assert pool.audit().resident("bucket") == 0, "the bucket is given back before that"
+        log.append("let_go")
+        await share.offload()
+
+    log: list[str] = []
+    manager = CheckpointEngineManager(
+        [Recording(target, log)],
+        NaiveTransport(pool, sample),
+        policy=SyncPolicy(bucket_bytes=BUCKET),
+    )
+    await kit.complete(target, PROMPT)
+    weights = (await target.memory()).resident(Tag.WEIGHTS)
+    await manager.sleep_replicas()
+    assert (await target.memory()).resident() == 0
+    holding = pool.audit().resident("trainer")
+    log.clear()
+    await manager.update_weights(module_source(model), Version(0, 1), let_go=let_go)
+    assert log == [
+        "wake_up weights",
+        "update_weights",
+        "let_go",
+        "wake_up kv_cache",
+        "resume_generation",
+    ]
+    assert len(seen) > 5
+    page = 4096
+    assert {kv for kv, _, _ in seen} == {0}
+    assert all(0 < bucket <= BUCKET for _, _, bucket in seen)
+    assert max(total for _, total, _ in seen) <= holding + weights + BUCKET + page
+    assert pool.audit().resident() == 0
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
+        tiny(seed=1), PROMPT
+    )
+
+
+@pytest.mark.parametrize("offload_kv", [ReleaseKV.AUTO, ReleaseKV.NEVER, ReleaseKV.ALWAYS])
+async def test_kv_of_an_awake_engine_is_released_only_where_the_policy_says_always(
+    tiny: Any, kit: Any, replica: Any, pool: HostPool, offload_kv: ReleaseKV
+) -> None:
+    target, log, kv = await replica(tiny(seed=0)), list[str](), list[bool]()
+
+    async def sample() -> None:
+        kv.append(target.backend._runner.pool._arenas[Tag.KV_CACHE, ""].released)
+
+    policy = SyncPolicy(bucket_bytes=BUCKET, release_kv=offload_kv)
+    manager = CheckpointEngineManager(
+        [Recording(target, log)],
+        NaiveTransport(pool, sample),
+        deployment=Deployment.STANDALONE,
+        policy=policy,
+    )
+    await manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1))
+    assert set(kv) == {offload_kv is ReleaseKV.ALWAYS}
+    released = ["release_kv_cache"] if offload_kv is ReleaseKV.ALWAYS else []
+    resumed = ["resume_kv_cache"] if offload_kv is ReleaseKV.ALWAYS else []
+    assert log == [
+        "pause_generation",
+        *released,
+        "update_weights",
+        *resumed,
+        "resume_generation",
+    ]
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
+        tiny(seed=1), PROMPT
+    )
+
+
+async def test_kv_released_around_a_refused_sync_comes_back(
+    tiny: Any, kit: Any, replica: Any
+) -> None:
+    target = await replica(tiny(seed=0))
+    policy = SyncPolicy(release_kv=ReleaseKV.ALWAYS)
+    manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport(), policy=policy)
+    report = await failed(manager.update_weights(kit.source(tiny("qwen3")), Version(0, 1)))
+    assert report.outcomes[0].outcome is Outcome.ROLLED_BACK
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
+        tiny(seed=0), PROMPT
+    )
+
+
+@pytest.mark.parametrize("deployment", list(Deployment))
+async def test_free_cache_engine_off_means_no_release_and_no_resume_f1(
+    tiny: Any, kit: Any, replica: Any, deployment: Deployment
+) -> None:
+    log: list[str] = []
+    target = await replica(tiny(seed=0))
+    manager = CheckpointEngineManager(
+        [Recording(target, log)],
+        NaiveTransport(),
+        deployment=deployment,
+        free_cache_engine=False,
+        policy=SyncPolicy(release_kv=ReleaseKV.ALWAYS),
+    )
+    slept = await manager.sleep_replicas()
+    assert "no-op" in slept[target.name].emulated
+    await manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1))
+    await manager.wake_replicas()
+    assert log == ["pause_generation", "update_weights", "resume_generation"]
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
+        tiny(seed=1), PROMPT
+    )
+
+
+async def test_colocated_sleep_keeps_a_backup_and_wakes_without_a_sync(
+    tiny: Any, kit: Any, replica: Any
+) -> None:
+    model = tiny(seed=0)
+    target = await replica(model)
+    manager = CheckpointEngineManager(
+        [LocalHandle(target)], NaiveTransport(), deployment=Deployment.COLOCATED
+    )
+    await manager.sleep_replicas()
+    memory = await target.memory()
+    assert memory.resident() == 0
+    assert memory.backup(Tag.WEIGHTS) > 0
+    assert memory.backup(Tag.KV_CACHE) == 0
+    await manager.wake_replicas()
+    assert (await target.memory()).backup() == 0
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(model, PROMPT)
+
+
+async def test_standalone_sleep_does_nothing_and_says_so(
+    tiny: Any, kit: Any, replica: Any
+) -> None:
+    log: list[str] = []
+    target = await replica(tiny(seed=0))
+    manager = CheckpointEngineManager(
+        [Recording(target, log)], NaiveTransport(), deployment=Deployment.STANDALONE
+    )
+    assert "standalone" in (await manager.sleep_replicas())[target.name].emulated
+    await manager.wake_replicas()
+    assert log == []
+    assert len((await kit.complete(target, PROMPT)).token_ids) == 12
+
+
+# -- fences -----------------------------------------------------------------------------------
+
+
+async def test_kv_that_does_not_fit_afterwards_fences_a_committed_replica(
+    tiny: Any, kit: Any, replica: Any
+) -> None:
+    target = await replica(tiny(seed=0))
+    manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport())
+    await manager.sleep_replicas()
+    original = target.backend.resume
+
+    async def full(tags: Any = None) -> Any:
+        if Tag.KV_CACHE in tags:
+            raise errors.ResumeOutOfMemory("kv_cache", 1 << 30, 4096)
+        return await original(tags)
+
+    target.backend.resume = full
+    report = await failed(manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1)))
+    outcome = report.outcomes[0]
+    assert (outcome.outcome, outcome.error_type) == (Outcome.FENCED, "ResumeOutOfMemory")
+    assert outcome.version == Version(0, 1)
+    status = await target.status()
+    assert (status.versions, status.servable) == ({"target": Version(0, 1)}, False)
+    assert status.is_sleeping
+    target.backend.resume = original  # the other tenant has gone
+    again = await manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1))
+    assert again.outcomes[0].update is not None
+    assert again.outcomes[0].update.skipped
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
+        tiny(seed=1), PROMPT
+    )
+
+
+@pytest.mark.parametrize(
+    "error", [errors.HostOutOfMemory(5, 3), RuntimeError("no room for the optimizer")]
+)
+@pytest.mark.parametrize("asleep", [True, False])
+async def test_a_trainer_that_does_not_let_go_fences_and_kv_stays_unmapped(
+    tiny: Any, kit: Any, replica: Any, error: Exception, asleep: bool
+) -> None:
+    target, log = await replica(tiny(seed=0)), list[str]()
+    manager = CheckpointEngineManager([Recording(target, log)], NaiveTransport())
+    if asleep:
+        await manager.sleep_replicas()
+
+    async def let_go() -> None:
+        raise error
+
+    source = kit.source(tiny(seed=1))
+    report = await failed(manager.update_weights(source, Version(0, 1), let_go=let_go))
+    outcome = report.outcomes[0]
+    assert outcome.outcome is Outcome.FENCED
+    assert "the trainer did not let go" in outcome.error
+    assert str(error) in outcome.error
+    assert "wake_up kv_cache" not in log
+    status = await target.status()
+    assert status.is_paused
+    assert status.versions == {"target": Version(0, 1)}
+    await manager.update_weights(source, Version(0, 1))
+    assert not (await target.status()).is_paused
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
+        tiny(seed=1), PROMPT
+    )
+
+
+async def test_a_fence_of_an_earlier_sync_ends_with_the_next_one_although_it_slept_between(
+    tiny: Any, kit: Any, replica: Any
+) -> None:
+    target = await replica(tiny(seed=0))
+    manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport())
+
+    async def let_go() -> None:
+        raise errors.HostOutOfMemory(5, 3)
+
+    source = kit.source(tiny(seed=1))
+    await failed(manager.update_weights(source, Version(0, 1), let_go=let_go))
+    await failed(manager.update_weights(kit.source(tiny("qwen3")), Version(0, 2)))
+    assert (await target.status()).is_paused, "a refused sync does not lift the fence of another"
+    await manager.sleep_replicas()
+    await manager.update_weights(source, Version(0, 2))
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
+        tiny(seed=1), PROMPT
+    )
+
+
+# -- cut short --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+async def test_cancelled_in_the_middle_leaves_a_poisoned_replica_and_no_bucket(
+    tiny: Any, kit: Any, replica: Any, pool: HostPool, asleep: bool
+) -> None:
+    target, source = await replica(tiny(seed=0)), Slow(kit.source(tiny(seed=1)))
+    manager = CheckpointEngineManager(
+        [LocalHandle(target)], NaiveTransport(pool), policy=SyncPolicy(bucket_bytes=4096)
+    )
+    if asleep:
+        await manager.sleep_replicas()
+    sync = asyncio.ensure_future(manager.update_weights(source, Version(0, 1)))
+    await asyncio.to_thread(source.touched.wait, 10)
+    sync.cancel()
+    await asyncio.sleep(0.05)
+    # The packing thread still writes: its buffer may not be taken away under it.
+    assert pool.audit().resident("bucket") > 0
+    source.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await sync
+    assert not pool._arenas
+    status = await target.status()
+    assert (status.health, status.groups) == (Health.POISONED, {"target": "DIRTY"})
+    assert status.is_paused, "nobody may start on half-written weights"
+    await target.check_invariants()
+    good = await manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1))
+    assert good.ok
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
+        tiny(seed=1), PROMPT
+    )
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+async def test_cancelled_before_a_byte_leaves_everything_as_it_was(
+    tiny: Any, kit: Any, replica: Any, asleep: bool
+) -> None:
+    class Stuck(NaiveTransport):
+        async def offer(self, *args: Any, **kw: Any) -> Any:
+            reached.set()
+            await asyncio.Event().wait()
+
+    reached = asyncio.Event()
+    target = await replica(tiny(seed=0))
+    manager = CheckpointEngineManager([LocalHandle(target)], Stuck())
+    if asleep:
+        await manager.sleep_replicas()
+    before = await target.status()
+    sync = asyncio.ensure_future(manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1)))
+    await reached.wait()
+    sync.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sync
+    after = await target.status()
+    assert (after.groups, after.kv, after.is_sleeping) == (
+        before.groups,
+        before.kv,
+        before.is_sleeping,
+    )
+    assert [p.owner for p in after.pauses] == [p.owner for p in before.pauses]
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+async def test_cancelled_after_the_commit_keeps_the_version_and_maps_no_kv(
+    tiny: Any, kit: Any, replica: Any, asleep: bool
+) -> None:
+    target, log = await replica(tiny(seed=0)), list[str]()
+    manager = CheckpointEngineManager([Recording(target, log)], NaiveTransport())
+    if asleep:
+        await manager.sleep_replicas()
+    letting = asyncio.Event()
+
+    async def let_go() -> None:
+        letting.set()
+        await asyncio.Event().wait()
+
+    source = kit.source(tiny(seed=1))
+    sync = asyncio.ensure_future(manager.update_weights(source, Version(0, 1), let_go=let_go))
+    await letting.wait()
+    sync.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sync
+    assert "wake_up kv_cache" not in log
+    status = await target.status()
+    assert status.versions == {"target": Version(0, 1)}
+    assert status.groups == {"target": "RESIDENT(0.1)"}
+    assert (status.is_sleeping, status.is_paused) == (asleep, asleep)
+    if not asleep:
+        done = await kit.complete(target, PROMPT)
+        assert list(done.token_ids) == kit.golden(tiny(seed=1), PROMPT)
+
+
+async def test_a_source_slower_than_the_deadline_poisons_and_the_bucket_goes_back(
+    tiny: Any, kit: Any, replica: Any, pool: HostPool
+) -> None:
+    target, source = await replica(tiny(seed=0)), Slow(kit.source(tiny(seed=1)))
+    policy = SyncPolicy(bucket_bytes=4096, deadline=0.2)
+    manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport(pool), policy=policy)
+    sync = asyncio.ensure_future(failed(manager.update_weights(source, Version(0, 1))))
+    await asyncio.to_thread(source.touched.wait, 10)
+    await asyncio.sleep(0.4)
+    source.go.set()
+    report = await sync
+    outcome = report.outcomes[0]
+    assert (outcome.outcome, outcome.error_type) == (Outcome.POISONED, "DeadlineExceeded")
+    assert not pool._arenas
+
+
+async def test_buckets_are_given_back_after_success_refusal_and_failure(
+    tiny: Any, kit: Any, replica: Any, pool: HostPool
+) -> None:
+    target = await replica(tiny(seed=0))
+    manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport(pool))
+
+    class Breaking(Slow):
+        def tensors(self) -> Iterator[Any]:
+            yield from list(self.inner.tensors())[:2]
+            raise RuntimeError("broke")
+
+    good = kit.source(tiny(seed=1))
+    await manager.update_weights(good, Version(0, 1))
+    assert not pool._arenas
+    await failed(manager.update_weights(kit.source(tiny("qwen3")), Version(0, 2)))
+    assert not pool._arenas
+    await failed(
+        manager.update_weights(Breaking(good), Version(0, 2), policy=SyncPolicy(bucket_bytes=512))
+    )
+    assert not pool._arenas
+
+
+# -- the event loop ---------------------------------------------------------------------------
+
+
+async def test_the_event_loop_never_stalls_during_a_sync_h11(
+    replica: Any, tmp_path: Any, kit: Any
+) -> None:
+    model = build_tiny(tmp_path / "bigger", hidden=512, layers=6, heads=8)
+    target = await replica(model)
+    manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport())
+    clock, gaps, syncing = asyncio.get_running_loop().time, list[float](), True
+
+    async def watch() -> None:
+        last = clock()
+        while syncing:
+            await asyncio.sleep(0.005)
+            now = clock()
+            gaps.append(now - last)
+            last = now
+
+    watching = asyncio.ensure_future(watch())
+    for step in (1, 2):
+        await manager.sleep_replicas()
+        report = await manager.update_weights(kit.source(model), Version(0, step))
+    syncing = False
+    await watching
+    assert report.nbytes > 50 << 20
+    assert len(gaps) > 10
+    assert max(gaps) < 0.2
+
+
+async def test_a_sync_waits_for_nobody_under_keep_and_release(
+    tiny: Any, kit: Any, replica: Any
+) -> None:
+    """A pool of frozen requests through sleep, sync and wake: all recomputed, all finish."""
+    one, two = tiny(seed=0), tiny(seed=1)
+    target = await replica(one)
+    policy = SyncPolicy(pause=PauseMode.KEEP)
+    manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport(), policy=policy)
+    prompts = kit.prompts(6)
+    streams = [target.generate(kit.request(p, 80)) for p in prompts]
+    begun = [await kit.first_tokens(s, 2) for s in streams]
+    slept = await manager.sleep_replicas()
+    assert slept[target.name].recomputed_requests == len(prompts)
+    assert (await target.memory()).resident() == 0
+    await manager.update_weights(kit.source(two), Version(0, 1))
+    for prompt, start, stream in zip(prompts, begun, streams, strict=True):
+        chunks = [c async for c in stream]
+        old = start + [t for c in chunks if c.version == Version(0, 0) for t in c.token_ids]
+        new = [t for c in chunks if c.version == Version(0, 1) for t in c.token_ids]
+        assert new == kit.golden(two, prompt + old, 80 - len(old))
+    assert (await target.release(retention=Retention.BACKUP)).resident() == 0
