@@ -137,7 +137,7 @@ class SafetensorsSource:
                         self._files[name] = path
                         tensor = file.get_tensor(name)
                         specs.extend(specs_of([(name, tensor)], group).values())
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{str(path)!r} is not a safetensors file: {error}") from error
         self._specs = tuple(specs)
 

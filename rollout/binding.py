@@ -1,13 +1,14 @@
 """A module's tensors, laid into an arena: every one of them, not only parameters.
 
-Buffers, rotary caches and tensors kept as plain attributes are state that no sync brings back, so
-they are laid beside the parameters, as regions that survive every release. Tensor objects keep
-their identity, and whatever shared storage before (ties, views) shares it afterwards.
+Buffers, rotary caches and tensors kept as plain attributes (in lists, tuples and dicts, too) are
+state that no sync brings back, so they are laid beside the parameters, as regions that survive
+every release. Tensor objects keep their identity, and whatever shared storage before (ties, views)
+shares it afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch import nn
@@ -41,8 +42,26 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
             if buffer is not None:
                 yield dot + name, buffer, False
         for name, value in vars(child).items():
-            if isinstance(value, torch.Tensor):
-                yield dot + name, value, False
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for path, tensor in _tensors_in(value, dot + name):
+                    yield path, tensor, False
+
+
+def _tensors_in(value: object, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _tensors_in(item, f"{path}.{index}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors_in(item, f"{path}.{key}")
+
+
+def content_key(name: str, tensor: torch.Tensor) -> Hashable:
+    """What tied names share and others do not: the bytes, or for empty tensors the name."""
+    size = tensor.numel() * tensor.element_size()
+    return (tensor.data_ptr(), size) if size else name
 
 
 class ModuleBinding:
@@ -64,6 +83,8 @@ class ModuleBinding:
                 continue
             if is_parameter and not tensor.is_contiguous():
                 raise Unsupported("non-contiguous parameters", "module binding", name)
+            if tensor.device.type != "cpu":
+                raise Unsupported(f"tensors on {tensor.device}", "module binding", name)
             holders.setdefault(key, []).append(tensor)
             first, content = labels.get(key, (name, False))
             labels[key] = (first, content or is_parameter)
@@ -80,8 +101,9 @@ class ModuleBinding:
             storage = raw.untyped_storage()
             shapes = [(t, t.storage_offset(), t.size(), t.stride()) for t in held]
             for tensor, offset, size, stride in shapes:
-                view = torch.empty(0, dtype=tensor.dtype)
-                tensor.data = view.set_(storage, offset, size, stride)
+                with torch.inference_mode(tensor.is_inference()):
+                    view = torch.empty(0, dtype=tensor.dtype)
+                    tensor.data = view.set_(storage, offset, size, stride)
 
     def placements(self) -> dict[str, Placement]:
         """What a sync may write, by name: parameters, and buffers that have a name."""
@@ -95,9 +117,9 @@ class ModuleBinding:
 
     def required(self) -> list[frozenset[str]]:
         """The contents a full sync must bring: tied names together."""
-        ties: dict[int, set[str]] = {}
+        ties: dict[Hashable, set[str]] = {}
         for name, tensor in self.parameters.items():
-            ties.setdefault(tensor.data_ptr(), set()).add(name)
+            ties.setdefault(content_key(name, tensor), set()).add(name)
         return [frozenset(names) for names in ties.values()]
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -53,7 +53,7 @@ def check_offer(
                     f"{spec.dtype}{list(spec.shape)}",
                 )
     if manifest.scope.kind in (ScopeKind.FULL, ScopeKind.ADAPTER):
-        absent = {min(names) for names in required if not seen.intersection(names)}
+        absent = {name for names in required if not seen.intersection(names) for name in names}
         if absent:
             raise errors.IncompleteUpdate(absent)
     elif not seen:

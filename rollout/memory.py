@@ -444,12 +444,12 @@ class HostPool(MemoryPool):
         return msgspec.structs.replace(report, freed=expected - residue)
 
     def resume(self, tags: Collection[str]) -> MemoryReport:
+        wanted = [arena for arena in self._of(tags) if arena.released]
         mapped: list[HostArena] = []
         try:
-            for arena in self._of(tags):
-                if arena.released:
-                    arena.map_pages()
-                    mapped.append(arena)
+            for arena in wanted:
+                arena.map_pages()
+                mapped.append(arena)
             for arena in mapped:
                 if arena.backup is not None:
                     arena.backup.restore(arena)
@@ -459,7 +459,7 @@ class HostPool(MemoryPool):
             if not isinstance(error, (MemoryFault, OSError)):
                 raise
             free = os.sysconf("SC_AVPHYS_PAGES") * PAGE
-            needed = sum(a.size for a in mapped)
+            needed = sum(a.size for a in wanted)
             raise ResumeOutOfMemory(",".join(tags), needed, free) from error
         for arena in mapped:  # backups are dropped last, when nothing can fail any more
             if arena.backup is not None:

@@ -355,8 +355,8 @@ async def test_a_failure_after_a_byte_poisons_and_a_full_resend_heals_n7(
     held = []
     if state != "awake":
         held = [asyncio.ensure_future(kit.complete(target, PROMPT)) for _ in range(3)]
-        while len((await target.status()).held) < 3:
-            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        assert len((await target.status()).held) == 3
     source = Breaking(kit.source(two), 5)
     report = await failed(manager.update_weights(source, Version(0, 1)))
     assert (only(report).outcome, only(report).error_type) == (Outcome.POISONED, "EngineFailed")
@@ -393,9 +393,7 @@ async def test_one_flipped_bit_is_caught_u1(
         return bucket
 
     monkeypatch.setattr(Packer, "next", flipping)
-    report = await failed(
-        manage(target).update_weights(kit.source(tiny(seed=1)), Version(0, 1))
-    )
+    report = await failed(manage(target).update_weights(kit.source(tiny(seed=1)), Version(0, 1)))
     assert (only(report).outcome, only(report).error_type) == (Outcome.POISONED, "VerifyFailed")
     assert "model." in only(report).error or "lm_head" in only(report).error
 

@@ -153,9 +153,7 @@ async def test_peak_is_trainer_weights_and_one_bucket_and_no_kv_m1_m2(
     assert all(0 < bucket <= BUCKET for _, _, bucket in seen)
     assert max(total for _, total, _ in seen) <= holding + weights + BUCKET + page
     assert pool.audit().resident() == 0
-    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
-        tiny(seed=1), PROMPT
-    )
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(tiny(seed=1), PROMPT)
 
 
 @pytest.mark.parametrize("offload_kv", [ReleaseKV.AUTO, ReleaseKV.NEVER, ReleaseKV.ALWAYS])
@@ -185,9 +183,7 @@ async def test_kv_of_an_awake_engine_is_released_only_where_the_policy_says_alwa
         *resumed,
         "resume_generation",
     ]
-    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
-        tiny(seed=1), PROMPT
-    )
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(tiny(seed=1), PROMPT)
 
 
 async def test_kv_released_around_a_refused_sync_comes_back(
@@ -198,9 +194,7 @@ async def test_kv_released_around_a_refused_sync_comes_back(
     manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport(), policy=policy)
     report = await failed(manager.update_weights(kit.source(tiny("qwen3")), Version(0, 1)))
     assert report.outcomes[0].outcome is Outcome.ROLLED_BACK
-    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
-        tiny(seed=0), PROMPT
-    )
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(tiny(seed=0), PROMPT)
 
 
 @pytest.mark.parametrize("deployment", list(Deployment))
@@ -221,9 +215,7 @@ async def test_free_cache_engine_off_means_no_release_and_no_resume_f1(
     await manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1))
     await manager.wake_replicas()
     assert log == ["pause_generation", "update_weights", "resume_generation"]
-    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
-        tiny(seed=1), PROMPT
-    )
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(tiny(seed=1), PROMPT)
 
 
 async def test_colocated_sleep_keeps_a_backup_and_wakes_without_a_sync(
@@ -244,9 +236,7 @@ async def test_colocated_sleep_keeps_a_backup_and_wakes_without_a_sync(
     assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(model, PROMPT)
 
 
-async def test_standalone_sleep_does_nothing_and_says_so(
-    tiny: Any, kit: Any, replica: Any
-) -> None:
+async def test_standalone_sleep_does_nothing_and_says_so(tiny: Any, kit: Any, replica: Any) -> None:
     log: list[str] = []
     target = await replica(tiny(seed=0))
     manager = CheckpointEngineManager(
@@ -286,9 +276,7 @@ async def test_kv_that_does_not_fit_afterwards_fences_a_committed_replica(
     again = await manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1))
     assert again.outcomes[0].update is not None
     assert again.outcomes[0].update.skipped
-    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
-        tiny(seed=1), PROMPT
-    )
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(tiny(seed=1), PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -318,9 +306,7 @@ async def test_a_trainer_that_does_not_let_go_fences_and_kv_stays_unmapped(
     assert status.versions == {"target": Version(0, 1)}
     await manager.update_weights(source, Version(0, 1))
     assert not (await target.status()).is_paused
-    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
-        tiny(seed=1), PROMPT
-    )
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(tiny(seed=1), PROMPT)
 
 
 async def test_a_fence_of_an_earlier_sync_ends_with_the_next_one_although_it_slept_between(
@@ -338,9 +324,7 @@ async def test_a_fence_of_an_earlier_sync_ends_with_the_next_one_although_it_sle
     assert (await target.status()).is_paused, "a refused sync does not lift the fence of another"
     await manager.sleep_replicas()
     await manager.update_weights(source, Version(0, 2))
-    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
-        tiny(seed=1), PROMPT
-    )
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(tiny(seed=1), PROMPT)
 
 
 # -- cut short --------------------------------------------------------------------------------
@@ -372,9 +356,7 @@ async def test_cancelled_in_the_middle_leaves_a_poisoned_replica_and_no_bucket(
     await target.check_invariants()
     good = await manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1))
     assert good.ok
-    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(
-        tiny(seed=1), PROMPT
-    )
+    assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(tiny(seed=1), PROMPT)
 
 
 @pytest.mark.parametrize("asleep", [True, False])

@@ -34,7 +34,9 @@ def pair(tiny: Any, kit: Any) -> tuple[Path, Path, list[list[int]]]:
     one, two = tiny(seed=0), tiny(seed=1)
     prompts = kit.prompts(8)
     for prompt in prompts:
-        assert kit.golden(one, prompt) != kit.golden(two, prompt), "goldens must tell versions apart"
+        assert kit.golden(one, prompt) != kit.golden(two, prompt), (
+            "goldens must tell versions apart"
+        )
     return one, two, prompts
 
 

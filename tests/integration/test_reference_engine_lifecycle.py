@@ -42,8 +42,11 @@ async def offered(source: WeightSource, version: Version, bucket: int = 4096) ->
 
 
 async def until(true: Callable[[], bool]) -> None:
-    while not true():
+    for _ in range(5000):
+        if true():
+            return
         await asyncio.sleep(0.002)
+    raise AssertionError("it did not happen within ten seconds")
 
 
 # -- requests ---------------------------------------------------------------------------------
@@ -70,10 +73,7 @@ async def test_dropping_the_iterator_frees_its_blocks(tiny: Any, kit: Any, engin
     await kit.first_tokens(stream, 1)
     assert (await backend.status()).kv_blocks_used > 0
     await stream.aclose()
-    await backend.memory()
-    async with asyncio.timeout(10):
-        while (await backend.status()).kv_blocks_used:
-            await asyncio.sleep(0.002)
+    await until(lambda: len(backend._scheduler.free) == backend._scheduler.blocks)
     assert (await backend.status()).running == ()
     backend.check_invariants()
 

@@ -5,7 +5,7 @@ Everything here runs on the engine's own thread, between or in steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hotbunk.rollout import errors
 from hotbunk.rollout.backends.reference.attention import NAME, StepContext
 from hotbunk.rollout.backends.reference.options import ReferenceOptions
 from hotbunk.rollout.backends.reference.scheduler import Plan
-from hotbunk.rollout.binding import ModuleBinding, dtype_from
+from hotbunk.rollout.binding import ModuleBinding, content_key, dtype_from
 from hotbunk.rollout.contract import TARGET, Bucket, Manifest, Tag
 from hotbunk.rollout.intake import Intake
 from hotbunk.rollout.kernels import as_bytes, fingerprint
@@ -125,17 +125,18 @@ class Writer:
     def __init__(self, runner: ModelRunner, manifest: Manifest) -> None:
         self._manifest = manifest
         self._targets: list[list[torch.Tensor]] = []
-        self._taken: dict[int, str] = {}  # address -> the name that wrote it
-        self._compare: set[int] = set()  # entries whose content is there already (ties)
+        self._taken: dict[Hashable, str] = {}  # content -> the name that wrote it
+        self._compare: dict[int, str] = {}  # entries whose content came before, under that name
         for index, spec in enumerate(manifest.tensors):
             tensors = {
-                t.data_ptr(): t for t in (runner.binding.tensor(name) for name in spec.names)
+                content_key(name, tensor): tensor
+                for name in spec.names
+                for tensor in [runner.binding.tensor(name)]
             }
-            written = [p for p in tensors if p in self._taken]
-            if written:
-                self._compare.add(index)
-            for address in tensors:
-                self._taken.setdefault(address, spec.name)
+            for key in tensors:
+                if key in self._taken:
+                    self._compare[index] = self._taken[key]
+                self._taken.setdefault(key, spec.name)
             self._targets.append([as_bytes(t) for t in tensors.values()])
         self.intake = Intake(manifest, [t[0].numel() for t in self._targets])
 
@@ -160,7 +161,7 @@ class Writer:
                     place.copy_(piece)
                 elif not torch.equal(place, piece):
                     spec = self._manifest.tensors[entry.index]
-                    raise errors.TiedMismatch({spec.name, self._taken[target.data_ptr()]})
+                    raise errors.TiedMismatch({spec.name, self._compare[entry.index]})
 
     def differing(self, expected: Mapping[str, int]) -> list[str]:
         """Names whose content in the arena is not what was sent."""

@@ -30,10 +30,10 @@ class ReferenceUnderTest(BackendUnderTest):
         tuple(range(200, 240)),
     )
     bucket_sizes = (1 << 20, 10_007, 64)
-    long_tokens = 600
+    long_tokens = 300
+    moment = 0.1
 
     def __init__(self, *, family: str = "llama", tied: bool = False, **options: Any) -> None:
-        self._family, self._tied = family, tied
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-conformance-")
         self._disk = save_model(family, 0, Path(self._folder.name) / "model", tied=tied)

@@ -1,0 +1,235 @@
+"""The host pool when something fails: nothing was released, or nothing was mapped; no file stays."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hotbunk.rollout.contract import Retention
+from hotbunk.rollout.errors import (
+    HostOutOfMemory,
+    MemoryFault,
+    ReleaseIncomplete,
+    ResumeOutOfMemory,
+)
+from hotbunk.rollout.memory import PAGE, HostArena, HostPool, Survival
+
+MIB = 1 << 20
+BACKUP, DISCARD = Retention.BACKUP, Retention.DISCARD
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[HostPool]:
+    made = HostPool(tmp_path)
+    yield made
+    made.close()
+
+
+def filled(pool: HostPool, tag: str, group: str = "", *, size: int = 4 * MIB) -> HostArena:
+    """An arena with 2 MiB of content and two small regions of state, all of it random."""
+    arena = pool.arena(tag, size, group)
+    arena.add("content", 2 * MIB)
+    arena.add("state", 1000, Survival.STATE)
+    arena.add("more content", 777)
+    arena.add("more state", 3 * PAGE + 1, Survival.STATE)
+    arena.view()[: arena.used] = os.urandom(arena.used)
+    return arena
+
+
+def content_of(arena: HostArena) -> dict[str, bytes]:
+    return {name: bytes(arena.view(region)) for name, region in arena.regions.items()}
+
+
+def unchanged(pool: HostPool, arenas: dict[HostArena, dict[str, bytes]]) -> None:
+    for arena, before in arenas.items():
+        assert not arena.released
+        assert content_of(arena) == before
+    assert pool.memory().backup() == 0
+    pool.check_invariants()
+
+
+def test_a_backup_that_does_not_fit_releases_nothing(pool: HostPool, tmp_path: Path) -> None:
+    """RLIMIT_FSIZE stands for the full disk; the first arena's backup fits, the second's not."""
+    arenas = {a: content_of(a) for a in (filled(pool, "weights", g) for g in ("small", "target"))}
+    small = filled(pool, "kv_cache", size=4 * MIB)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
+    try:
+        with pytest.raises(HostOutOfMemory) as caught:
+            pool.release(["weights", "kv_cache"], {"target": BACKUP})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.needed > 2 * MIB
+    unchanged(pool, {**arenas, small: content_of(small)})
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert os.listdir(tmp_path) == []
+    pool.release(["weights", "kv_cache"], BACKUP)
+
+
+@pytest.mark.parametrize("where", ["missing", "a file"])
+def test_a_backup_directory_that_cannot_be_written_releases_nothing(
+    tmp_path: Path, where: str
+) -> None:
+    directory = tmp_path / where
+    if where == "a file":
+        directory.write_text("")
+    pool = HostPool(directory)
+    arena = filled(pool, "weights")
+    before = content_of(arena)
+    for retention in (BACKUP, DISCARD):
+        with pytest.raises(HostOutOfMemory, match=str(directory)):
+            pool.release(["weights"], retention)
+        unchanged(pool, {arena: before})
+    stateless = pool.arena("kv_cache", MIB)
+    assert pool.release(["kv_cache"], DISCARD).resident("kv_cache") == 0  # needs no room
+    assert stateless.released
+    pool.close()
+
+
+def test_a_disk_that_filled_up_after_the_reservation_releases_nothing(
+    pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = filled(pool, "weights")
+    before = content_of(arena)
+
+    def full(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(HostOutOfMemory, match="No space left"):
+        pool.release(["weights"], BACKUP)
+    unchanged(pool, {arena: before})
+
+
+def test_locked_pages_are_not_released_and_stay_usable(pool: HostPool) -> None:
+    arena = filled(pool, "weights")
+    before = content_of(arena)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mlock(ctypes.c_void_p(arena.address), PAGE):
+        pytest.skip(f"this machine locks no memory: {os.strerror(ctypes.get_errno())}")
+    with pytest.raises(MemoryFault, match="madvise"):
+        pool.release(["weights"], BACKUP)
+    unchanged(pool, {arena: before})
+    libc.munlock(ctypes.c_void_p(arena.address), PAGE)
+    assert pool.release(["weights"], BACKUP).resident() == 0
+
+
+def test_pages_that_stay_are_an_error_and_the_arena_is_released_m10(
+    pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = filled(pool, "weights")
+    monkeypatch.setattr("hotbunk.rollout.memory.resident_pages", lambda address, nbytes: MIB)
+    with pytest.raises(ReleaseIncomplete) as caught:
+        pool.release(["weights"], DISCARD)
+    assert (caught.value.expected, caught.value.measured) == (MIB, 0)
+    assert arena.released
+
+
+@pytest.mark.parametrize("fault", ["cut short", "input/output error"])
+def test_a_restore_that_fails_leaves_everything_released_and_may_be_tried_again(
+    pool: HostPool, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    first, second = filled(pool, "weights", "a"), filled(pool, "weights", "b")
+    before = [content_of(first), content_of(second)]
+    asleep = pool.release(["weights"], BACKUP)
+    real, calls = os.preadv, 0
+
+    def broken(fd: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return real(fd, buffers, offset)
+        if fault == "cut short":
+            return 0
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(ResumeOutOfMemory) as caught:
+        pool.resume(["weights"])
+    assert caught.value.needed == first.size + second.size
+    assert pool.memory().arenas == asleep.arenas
+    pool.check_invariants()
+    monkeypatch.undo()
+    pool.resume(["weights"])
+    assert [content_of(first), content_of(second)] == before
+
+
+def test_memory_that_is_not_there_leaves_everything_released_m6(
+    pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two arenas does not fit: the first is given back, and the error says both."""
+    first, second = filled(pool, "weights", "a"), filled(pool, "weights", "b")
+    before = [content_of(first), content_of(second)]
+    asleep = pool.release(["weights"], BACKUP)
+
+    def full() -> None:
+        raise MemoryFault("no memory")
+
+    monkeypatch.setattr(second, "_populate", full)
+    with pytest.raises(ResumeOutOfMemory) as caught:
+        pool.resume(["weights"])
+    assert (caught.value.tag, caught.value.needed) == ("weights", first.size + second.size)
+    assert pool.memory().arenas == asleep.arenas
+    pool.check_invariants()
+    monkeypatch.undo()
+    pool.resume(["weights"])
+    assert [content_of(first), content_of(second)] == before
+
+
+# -- in a child process -----------------------------------------------------------------------
+
+CHILD = """
+import os, sys
+from pathlib import Path
+from hotbunk.rollout.contract import Retention
+from hotbunk.rollout.memory import HostPool
+pool = HostPool(Path(sys.argv[1]))
+arena = pool.arena("weights", 1 << 20)
+arena.add("w", 1 << 20)
+view = arena.view()
+view[5] = 7
+pool.release(["weights"], Retention.BACKUP)
+print("asleep", flush=True)
+if sys.argv[2] == "touch":
+    print(view[5], flush=True)
+else:
+    sys.stdin.read()
+"""
+
+
+def child(directory: Path, what: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(directory), what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "asleep\n"
+    return process
+
+
+def test_touching_released_memory_is_a_fault_not_zeros(tmp_path: Path) -> None:
+    process = child(tmp_path, "touch")
+    out, _ = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGSEGV
+    assert out == ""
+
+
+def test_a_killed_sleeper_leaves_no_file_m16(tmp_path: Path) -> None:
+    process = child(tmp_path, "wait")
+    assert os.listdir(tmp_path) == []
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
