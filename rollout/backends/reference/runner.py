@@ -124,21 +124,16 @@ class Writer:
 
     def __init__(self, runner: ModelRunner, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._targets: list[list[torch.Tensor]] = []
-        self._taken: dict[Hashable, str] = {}  # content -> the name that wrote it
-        self._compare: dict[int, str] = {}  # entries whose content came before, under that name
-        for index, spec in enumerate(manifest.tensors):
-            tensors = {
-                content_key(name, tensor): tensor
-                for name in spec.names
-                for tensor in [runner.binding.tensor(name)]
-            }
-            for key in tensors:
-                if key in self._taken:
-                    self._compare[index] = self._taken[key]
-                self._taken.setdefault(key, spec.name)
-            self._targets.append([as_bytes(t) for t in tensors.values()])
-        self.intake = Intake(manifest, [t[0].numel() for t in self._targets])
+        # Each entry's places, and which name's content is there already (ties), or nothing.
+        self._targets: list[list[tuple[torch.Tensor, str]]] = []
+        taken: dict[Hashable, str] = {}
+        for spec in manifest.tensors:
+            tensors = {name: runner.binding.tensor(name) for name in spec.names}
+            places = {content_key(name, tensor): tensor for name, tensor in tensors.items()}
+            self._targets.append([(as_bytes(t), taken.get(key, "")) for key, t in places.items()])
+            for key in places:
+                taken.setdefault(key, spec.name)
+        self.intake = Intake(manifest, [places[0][0].numel() for places in self._targets])
 
     @torch.no_grad()
     def write(self, bucket: Bucket) -> None:
@@ -155,20 +150,20 @@ class Writer:
             data = torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0)
         for entry in self.intake.check(bucket, data.numel()):
             piece = data[entry.offset : entry.offset + entry.nbytes]
-            for target in self._targets[entry.index]:
+            for target, earlier in self._targets[entry.index]:
                 place = target[entry.start : entry.start + entry.nbytes]
-                if entry.index not in self._compare:
+                if not earlier:
                     place.copy_(piece)
                 elif not torch.equal(place, piece):
                     spec = self._manifest.tensors[entry.index]
-                    raise errors.TiedMismatch({spec.name, self._compare[entry.index]})
+                    raise errors.TiedMismatch({spec.name, earlier})
 
     def differing(self, expected: Mapping[str, int]) -> list[str]:
         """Names whose content in the arena is not what was sent."""
         return [
             spec.name
             for spec, targets in zip(self._manifest.tensors, self._targets, strict=True)
-            if any(fingerprint(t) != expected.get(spec.name) for t in targets)
+            if any(fingerprint(t) != expected.get(spec.name) for t, _ in targets)
         ]
 
 
