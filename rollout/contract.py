@@ -161,8 +161,8 @@ FULL = Scope()
 class Sampling(msgspec.Struct, frozen=True):
     """How tokens are drawn, and when to stop. Names and meanings are vLLM's.
 
-    ``temperature`` 0 is greedy; ``seed`` makes a draw repeatable. ``top_k`` (0: off), ``top_p`` and
-    ``min_p`` narrow the distribution, in that order, after the temperature. A token of
+    ``temperature`` 0 is greedy; ``seed`` makes a draw repeatable. ``min_p``, ``top_k`` (0: off)
+    and ``top_p`` narrow the distribution, in that order, after the temperature. A token of
     ``stop_token_ids`` ends the response and is part of it; so does the model's own end-of-sequence
     token, unless ``ignore_eos``; a string of ``stop`` ends it with the token that completes it.
     ``n`` responses share the prompt (chunks say their ``index``; the i-th draws with ``seed + i``).
@@ -344,6 +344,7 @@ class Manifest(msgspec.Struct, frozen=True):
     scope: Scope = FULL
     bucket_bytes: int = 64 << 20
     fingerprint: str = "none"  # kind of the fingerprints sent after the last bucket, or none
+    metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)  # ``lora_alpha``, say
 
     @property
     def total_bytes(self) -> int:
@@ -460,7 +461,8 @@ class MemoryReport(msgspec.Struct, frozen=True):
     freed: int = 0
     mapped: int = 0
     emulated: str = ""
-    recomputed_requests: int = 0
+    recomputed_requests: int = 0  # frozen requests whose KV is lost and computed again
+    kept_requests: int = 0  # frozen requests whose KV was saved
     measured_by: str = "process"
     seconds: float = 0.0
 
@@ -518,6 +520,8 @@ class BackendStatus(msgspec.Struct, frozen=True):
     kv_blocks_used: int = 0
     tokens_generated: int = 0
     steps: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0  # prompt tokens whose KV was found, over all requests
     busy: bool = False
 
 
@@ -559,6 +563,7 @@ def unsupported(why: str) -> Ability:
 NO_ADAPTER = unsupported("no LoRA")
 NO_DELTA = unsupported("no delta updates")
 NO_LAYOUT = unsupported("no layout published")
+NO_KEEP_KV = unsupported("KV is not saved; frozen requests are computed again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,6 +582,7 @@ class Capabilities:
         default_factory=lambda: dict.fromkeys(PauseMode, NATIVE)
     )
     keep_release: Ability = NATIVE  # releasing under frozen requests, which are recomputed
+    keep_kv: Ability = NO_KEEP_KV  # saving frozen requests' KV over a release
     abort: Ability = NATIVE
     gate: Gate = Gate.IN_ENGINE
     digest: Ability = NATIVE
@@ -588,6 +594,7 @@ class Capabilities:
     caches: frozenset[Cache] = frozenset({Cache.PREFIX})
     groups: Mapping[str, bool] = field(default_factory=lambda: {TARGET: True})
     memory_measured_by: str = "process"
+    positional_draws: bool = False  # a draw depends on seed and position in the sequence alone
 
 
 # -- the contract -----------------------------------------------------------------------------
@@ -617,10 +624,13 @@ class RolloutBackend(ABC):
         *,
         retention: Retention = Retention.DISCARD,
         overrides: Mapping[str, Retention] | None = None,
+        keep_kv: bool = False,
     ) -> MemoryReport:
         """Give the tags' memory back; returns when it is back, measured.
 
         ``overrides`` sets another retention for single weight groups (those that no sync feeds).
+        ``keep_kv`` saves the KV of frozen requests to the host; they go on with it after a resume,
+        unless the weights changed meanwhile.
         State that is not a parameter survives every retention. Called with generation quiesced.
 
         :raises UnknownTag: a tag that does not exist.
@@ -630,7 +640,7 @@ class RolloutBackend(ABC):
         """
 
     @abstractmethod
-    async def release_kv_cache(self) -> MemoryReport:
+    async def release_kv_cache(self, *, keep_kv: bool = False) -> MemoryReport:
         """Give back KV memory only; weights and their addresses stay. Quiesced, as release."""
 
     @abstractmethod

@@ -22,7 +22,10 @@ def _inner() -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, as a flat uint8 view; 0-d and empty included."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() <= 1:  # any stride is contiguous then, and only 1 can be viewed as bytes
+        flat = flat.as_strided((flat.numel(),), (1,))
+    return flat.view(torch.uint8)
 
 
 def fingerprint(tensor: torch.Tensor, start: int = 0) -> int:

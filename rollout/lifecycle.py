@@ -210,10 +210,15 @@ class Residency:
             }
         return {}
 
-    def released(self, tags: Collection[Tag], retention: Retention) -> None:
-        """A release succeeded."""
+    def released(
+        self,
+        tags: Collection[Tag],
+        retention: Retention,
+        groups: Mapping[str, Retention] | None = None,
+    ) -> None:
+        """A release succeeded; ``groups`` says what was done to each (default: the overrides)."""
         if Tag.WEIGHTS in tags:
-            others = self.overrides(retention)
+            others = self.overrides(retention) if groups is None else groups
             for name, now in self.groups.items():
                 event = RELEASE_EVENT[others.get(name, retention)]
                 self.groups[name] = step(name, now, event)

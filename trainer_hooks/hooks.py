@@ -17,6 +17,8 @@ from hotbunk.checkpoint_engine.policy import SyncReport
 from hotbunk.checkpoint_engine.source import WeightSource
 from hotbunk.rollout.contract import Version
 from hotbunk.rollout.errors import SessionError
+from hotbunk.rollout.lifecycle import KV, Weights
+from hotbunk.rollout.replica import ReplicaStatus
 
 
 class TrainerShare(Protocol):
@@ -66,13 +68,13 @@ class TrainerHooks:
 
     async def on_train_begin(self) -> None:
         """Before the trainer needs the device, whatever came before (a validation, say)."""
-        if not all(s.is_sleeping for s in await self.manager.statuses()):
+        if any(map(_holds_memory, await self.manager.statuses())):
             await self.manager.sleep_replicas()
         await self._share.restore()
 
     async def on_train_end(self, *, updated: bool = True) -> None:
-        """After the trainer's step. ``updated=False``: the weights are the same as before."""
-        self._trained = updated
+        """After the trainer's step. ``updated=False``: it left the weights as they were."""
+        self._trained = self._trained or updated
 
     async def on_weights_ready(self, source: WeightSource, version: Version) -> SyncReport:
         """Bring every replica to ``version`` and wake it; the trainer's share goes in between.
@@ -107,3 +109,10 @@ class TrainerHooks:
     async def on_shutdown(self) -> None:
         """At the end, also after a failure. Engines are closed."""
         await self.manager.close()
+
+
+def _holds_memory(status: ReplicaStatus) -> bool:
+    """Awake, or asleep with something mapped: a sync that was fenced leaves that behind."""
+    away = (Weights.BACKED_UP.value, Weights.DISCARDED.value)
+    weights = all(state.startswith(away) for state in status.groups.values())
+    return not (status.is_sleeping and weights and status.kv is KV.RELEASED)

@@ -7,12 +7,14 @@ gradients for good (they come back as zeros). Addresses stay, so the optimizer n
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import torch
 from torch import nn
 
 from hotbunk.rollout.binding import ModuleBinding
 from hotbunk.rollout.contract import MemoryReport, Retention
+from hotbunk.rollout.errors import Unsupported
 from hotbunk.rollout.memory import ALIGN, MemoryPool
 
 TAG = "trainer"
@@ -27,6 +29,8 @@ class PooledTrainer:
     """Binds a module and its AdamW state into ``pool`` and gives them away on demand.
 
     ``optimizer.zero_grad`` must be called with ``set_to_none=False``: gradients stay in place.
+
+    :raises Unsupported: an optimizer variant whose state would not lie in the pool.
     """
 
     def __init__(
@@ -35,6 +39,10 @@ class PooledTrainer:
         self._pool = pool
         self._offload = offload
         self._away = False
+        # One at a time, also when an earlier one was cancelled and its thread goes on.
+        self._lock = threading.Lock()
+        if any(group["amsgrad"] for group in optimizer.param_groups):
+            raise Unsupported("AdamW with amsgrad", "pooled trainer")
         ModuleBinding(module, pool, TAG, "params")
         parameters = [p for p in module.parameters() if p.requires_grad]
         whole = sum(_padded(p) for p in parameters)
@@ -42,6 +50,8 @@ class PooledTrainer:
         moments = pool.arena(TAG, 2 * whole, "optimizer")
 
         def zeros(arena_name: str, like: torch.Tensor, name: str) -> torch.Tensor:
+            if not like.numel():
+                return torch.zeros_like(like)
             arena = grads if arena_name == "grads" else moments
             region = arena.add(name, like.numel() * like.element_size())
             return torch.frombuffer(arena.view(region), dtype=like.dtype).view(like.shape)
@@ -56,14 +66,22 @@ class PooledTrainer:
             }
 
     async def offload(self) -> None:
-        if self._offload and not self._away:
-            await asyncio.to_thread(self._pool.release, [TAG], _KEPT)
-            self._away = True
+        await asyncio.to_thread(self._give_away)
 
     async def restore(self) -> None:
-        if self._away:
-            await asyncio.to_thread(self._pool.resume, [TAG])
-            self._away = False
+        await asyncio.to_thread(self._take_back)
+
+    def _give_away(self) -> None:
+        with self._lock:
+            if self._offload and not self._away:
+                self._pool.release([TAG], _KEPT)
+                self._away = True
+
+    def _take_back(self) -> None:
+        with self._lock:
+            if self._away:
+                self._pool.resume([TAG])
+                self._away = False
 
     def memory(self) -> MemoryReport:
         """What the trainer holds now."""

@@ -111,7 +111,7 @@ def request(
     prompt: Sequence[int], max_tokens: int = 12, *, name: str = "", **sampling: Any
 ) -> GenerateRequest:
     """A request of a fresh id; greedy unless told otherwise."""
-    sampling.setdefault("temperature", 0.0)
+    sampling = {"temperature": 0.0, "ignore_eos": True, **sampling}
     drawn = Sampling(max_tokens=max_tokens, **sampling)
     return GenerateRequest(name or f"r{next(_numbers)}", tuple(prompt), drawn)
 

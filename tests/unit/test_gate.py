@@ -87,13 +87,17 @@ async def test_the_deadline_counts_from_the_first_wait() -> None:
     assert asyncio.get_running_loop().time() == pytest.approx(10)
 
 
-async def test_letting_go_is_at_once_and_final() -> None:
+@pytest.mark.parametrize("opens_first", [False, True])
+async def test_letting_go_is_at_once_and_final(opens_first: bool) -> None:
+    """Also when the gate opens in the same tick, before or after."""
     gate = Gate(10)
     shut(gate)
     entry, passing = enter(gate)
     await asyncio.sleep(1)
+    if opens_first:
+        gate.drop(CALLER)
     gate.let_go("gone", Stage.HELD)
-    gate.drop(CALLER)  # in the same tick
+    gate.drop(CALLER)
     assert await passing is False
     assert entry.ended(Version()).error == "gone"
     assert asyncio.get_running_loop().time() == pytest.approx(1)

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hotbunk.conformance.rig import Running, expect
-from hotbunk.conformance.transfers import MemoryTransfer
+from hotbunk.conformance.rig import expect
 from hotbunk.rollout.backends.oracle import (
     Device,
     EngineDied,
@@ -34,23 +33,15 @@ from hotbunk.rollout.backends.oracle.model import (
 from hotbunk.rollout.backends.oracle.tokens import Stamp, continuation, weights_bits
 from hotbunk.rollout.backends.oracle.virtual_time import Deadlock
 from hotbunk.rollout.contract import (
-    GenerateRequest,
-    PauseMode,
-    Retention,
-    Sampling,
-    Tag,
     Version,
-    collect,
 )
 from hotbunk.rollout.errors import (
     ConfigError,
     HostOutOfMemory,
     ResumeOutOfMemory,
-    SessionError,
     UsageError,
 )
 from hotbunk.rollout.registry import create_backend
-from hotbunk.rollout.replica import Replica
 
 PROMPT = tuple(range(1, 10))
 VERSIONS = st.builds(Version, st.integers(0, 7), st.integers(0, 1023))
@@ -251,151 +242,6 @@ def test_it_needs_no_tensor_library() -> None:
         "sys.exit(bool({'torch', 'numpy', 'hypothesis', 'pytest'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-# -- generation -------------------------------------------------------------------------------
-
-
-async def started(**options: Any) -> tuple[Replica, Any]:
-    engine = create(**options)
-    replica = Replica(engine)
-    await replica.start()
-    return replica, engine
-
-
-async def load(replica: Replica, step: int) -> None:
-    version = Version(0, step)
-    await replica.update_weights(MemoryTransfer(weights_at(step), version=version), version=version)
-
-
-def request(name: str, tokens: int = 8, prompt: tuple[int, ...] = PROMPT, **more: Any) -> Any:
-    return GenerateRequest(name, prompt, Sampling(0, tokens), **more)
-
-
-@pytest.mark.anyio
-async def test_stale_kv_shows_in_every_token() -> None:
-    """clear_cache=False keeps the KV of a frozen request: its stamp says so."""
-    replica, _ = await started()
-    await load(replica, 1)
-    running = await Running(replica.generate(request("x", 30))).started()
-    report = await replica.pause_generation(PauseMode.KEEP, clear_cache=False)
-    assert report.stale_tokens >= len(PROMPT)
-    kept = len(running.tokens)
-    await load(replica, 2)
-    await replica.resume_generation()
-    done = await running.task
-    infos = [decode_token(token) for token in done.token_ids]
-    assert {i.version for i in infos[kept:]} == {Version(0, 2)}
-    assert {i.kv.version for i in infos} == {Version(0, 1)}
-    assert infos[0].weights == infos[0].kv.digest != infos[-1].weights
-    await replica.close()
-
-
-@pytest.mark.anyio
-async def test_the_encoder_cache_dies_with_its_weights() -> None:
-    """The same image before and after an update of the encoder (C6)."""
-    replica, engine = await started()
-    stamps = []
-    for step in (1, 2):
-        await load(replica, step)
-        for name in ("a", "b"):
-            done = await collect(replica.generate(request(f"{name}{step}", media={"image": name})))
-            [encoder] = {decode_token(t).encoder for t in done.token_ids}
-            stamps.append(encoder)
-        assert len(engine.encoder_cache) == 2
-    assert 0 not in stamps
-    assert stamps[:2] != stamps[2:]
-    plain = await collect(replica.generate(request("plain")))
-    assert {decode_token(t).encoder for t in plain.token_ids} == {0}
-    await replica.close()
-
-
-@pytest.mark.anyio
-async def test_prefixes_are_shared_by_prompt_adapter_and_media() -> None:
-    replica, _ = await started()
-    first = await collect(replica.generate(request("a")))
-    again = await collect(replica.generate(request("b")))
-    assert (first.cached_tokens, again.cached_tokens) == (0, 8)
-    other = await collect(replica.generate(request("c", media={"image": 1})))
-    assert other.cached_tokens == 0
-    longer = await collect(replica.generate(request("d", prompt=(*PROMPT, *first.token_ids[:4]))))
-    assert longer.cached_tokens == 12
-    await replica.close()
-
-
-@pytest.mark.anyio
-async def test_batching_keeps_to_slots_and_blocks() -> None:
-    replica, engine = await started(max_running=2, kv_blocks=10)
-    running = [Running(replica.generate(request(str(n)))) for n in range(5)]
-    most = 0
-    while not all(r.done for r in running):
-        await asyncio.sleep(0.01)
-        most = max(most, len(engine.scheduler.running))
-        assert engine.scheduler.blocks_used <= 10
-    assert most == 2
-    assert {len((await r.task).token_ids) for r in running} == {8}
-    assert engine.scheduler.blocks_used == 0
-    with pytest.raises(Exception, match="KV blocks"):
-        await collect(replica.generate(request("huge", 1000)))
-    await replica.close()
-
-
-@pytest.mark.anyio
-async def test_steps_take_time_and_idle_ones_none() -> None:
-    replica, engine = await started(step_time=0.5)
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-    await collect(replica.generate(request("x", 10)))
-    assert loop.time() - began == pytest.approx(5.0)
-    steps = engine.scheduler.steps
-    await asyncio.sleep(3600)
-    assert engine.scheduler.steps == steps == 10
-    await replica.close()
-
-
-@pytest.mark.anyio
-async def test_stop_tokens_and_seeds() -> None:
-    replica, _ = await started()
-    plain = await collect(replica.generate(request("a")))
-    sampling = Sampling(0, 8, stop_token_ids=(plain.token_ids[3],))
-    stopped = await collect(replica.generate(GenerateRequest("b", PROMPT, sampling)))
-    assert stopped.token_ids == plain.token_ids[:4]
-    assert stopped.finish_reason == "stop"
-    drawn = [
-        await collect(replica.generate(GenerateRequest(f"s{n}", PROMPT, Sampling(1.0, 8, seed))))
-        for n, seed in enumerate((1, 1, 2))
-    ]
-    assert drawn[0].token_ids == drawn[1].token_ids != drawn[2].token_ids
-    await replica.close()
-
-
-@pytest.mark.anyio
-async def test_misuse_is_loud() -> None:
-    """What a real engine answers with a crash: verbs without a pause, memory that is gone."""
-    replica, engine = await started()
-    for verb in (engine.release(), engine.release_kv_cache()):
-        await expect(SessionError, verb)
-    await engine.pause_generation()
-    await engine.release([Tag.WEIGHTS], retention=Retention.DISCARD)
-    await engine.resume_generation()
-    await expect(EngineDied, collect(engine.generate(request("x"))))
-    await expect(EngineDied, engine.status())
-    await engine.close()
-    await engine.close()
-    assert engine.device.resident() == 0
-    del replica
-
-
-@pytest.mark.anyio
-async def test_thousands_of_verbs_a_second() -> None:
-    """Cheap enough to be driven by a state machine."""
-    replica, _ = await started()
-    began = time.perf_counter()
-    for _ in range(500):
-        await replica.sleep(1)
-        await replica.wake_up()
-    assert time.perf_counter() - began < 5
-    await replica.close()
 
 
 def test_golden_needs_every_group() -> None:

@@ -9,7 +9,7 @@ from hotbunk.conformance.machine import machine_for
 
 TestOracle = machine_for(OracleUnderTest).TestCase
 TestOracle.settings = settings(
-    max_examples=100,
+    max_examples=250,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

@@ -77,22 +77,28 @@ class Arenas:
                 self._scheduler.kv_mapped = True
             else:
                 self._groups[name].map()
-                self.device.keep_backup(tag, name, 0)
+            self.device.keep_backup(tag, name, 0)
         return self.report(mapped=total)
 
     async def release(
-        self, tags: Collection[Tag], retention: Retention, overrides: Mapping[str, Retention]
+        self,
+        tags: Collection[Tag],
+        retention: Retention,
+        overrides: Mapping[str, Retention],
+        keep_kv: bool,
     ) -> MemoryReport:
         """Back up what is to be kept, unmap, and wait until the device has it."""
-        await self._back_up(tags, retention, overrides)
+        await self._back_up(tags, retention, overrides, keep_kv)
         await self._faults.reach("release/unmap")
-        before, promised, recomputed = self.device.resident(), 0, 0
+        before, promised, recomputed, kept = self.device.resident(), 0, 0, 0
         for tag, name, _ in self.of(tags):
             how = overrides.get(name, retention)
             if tag is Tag.KV_CACHE:
                 promised += self.device.unmap(tag, name)
                 self._scheduler.kv_mapped = False
-                recomputed = self._scheduler.forget_kv(self._scheduler.frozen())
+                frozen = self._scheduler.frozen()
+                kept = sum(bool(entry.kv) for entry in frozen) if keep_kv else 0
+                recomputed = self._scheduler.forget_kv(() if keep_kv else frozen)
             elif how is not Retention.RESIDENT and self.device.mapped(tag, name):
                 promised += self.device.unmap(tag, name)
                 self._groups[name].unmap(keep_content=how is Retention.BACKUP)
@@ -100,9 +106,11 @@ class Arenas:
                 self._groups[name].forget_backup()
                 self.device.keep_backup(tag, name, 0)
         freed = await self._measured(before, promised)
-        return self.report(freed=freed, recomputed=recomputed)
+        return self.report(freed=freed, recomputed=recomputed, kept=kept)
 
-    def report(self, *, freed: int = 0, mapped: int = 0, recomputed: int = 0) -> MemoryReport:
+    def report(
+        self, *, freed: int = 0, mapped: int = 0, recomputed: int = 0, kept: int = 0
+    ) -> MemoryReport:
         """What the device says now."""
         arenas = tuple(
             ArenaReport(
@@ -110,10 +118,20 @@ class Arenas:
             )
             for tag, name, nbytes in self.of(tuple(Tag))
         )
-        return MemoryReport(arenas, freed=freed, mapped=mapped, recomputed_requests=recomputed)
+        return MemoryReport(
+            arenas,
+            freed=freed,
+            mapped=mapped,
+            recomputed_requests=recomputed,
+            kept_requests=kept,
+        )
 
     async def _back_up(
-        self, tags: Collection[Tag], retention: Retention, overrides: Mapping[str, Retention]
+        self,
+        tags: Collection[Tag],
+        retention: Retention,
+        overrides: Mapping[str, Retention],
+        keep_kv: bool,
     ) -> None:
         """Make room on the host for every backup, or for none."""
         await self._faults.reach("release/backup")
@@ -121,12 +139,15 @@ class Arenas:
         try:
             for tag, name, nbytes in self.of(tags):
                 kept = overrides.get(name, retention) is Retention.BACKUP
-                if tag is Tag.WEIGHTS and kept and self.device.mapped(tag, name):
+                if tag is Tag.KV_CACHE:
+                    kept = keep_kv
+                    nbytes = self._scheduler.blocks_used * self._options.kv_block_bytes
+                if kept and self.device.mapped(tag, name):
                     self.device.keep_backup(tag, name, nbytes)
-                    made.append(name)
+                    made.append((tag, name))
         except HostOutOfMemory:
-            for name in made:
-                self.device.keep_backup(Tag.WEIGHTS, name, 0)
+            for tag, name in made:
+                self.device.keep_backup(tag, name, 0)
             raise
 
     async def _measured(self, before: int, promised: int) -> int:

@@ -110,20 +110,23 @@ class OracleEngine(Engine):
         *,
         retention: Retention = Retention.DISCARD,
         overrides: Mapping[str, Retention] | None = None,
+        keep_kv: bool = False,
     ) -> MemoryReport:
         wanted, caps = parse_tags(tags), self.capabilities
         self._require("release", bool(caps.release))
+        self._require("keep_kv", bool(caps.keep_kv) or not keep_kv)
         if Tag.WEIGHTS in wanted:
             self._require(f"retention {retention.value!r}", retention in caps.retentions)
         self._require_quiet("release")
         if Tag.WEIGHTS in wanted:
             self.encoder_cache.clear()
-        return await self._arenas.release(wanted, retention, overrides or {})
+        return await self._arenas.release(wanted, retention, overrides or {}, keep_kv)
 
-    async def release_kv_cache(self) -> MemoryReport:
+    async def release_kv_cache(self, *, keep_kv: bool = False) -> MemoryReport:
         self._require("release_kv_cache", bool(self.capabilities.release_kv_cache))
+        self._require("keep_kv", bool(self.capabilities.keep_kv) or not keep_kv)
         self._require_quiet("release_kv_cache")
-        return await self._arenas.release((Tag.KV_CACHE,), Retention.DISCARD, {})
+        return await self._arenas.release((Tag.KV_CACHE,), Retention.DISCARD, {}, keep_kv)
 
     async def resume_kv_cache(self) -> MemoryReport:
         return await self._arenas.resume((Tag.KV_CACHE,))
@@ -196,12 +199,16 @@ class OracleEngine(Engine):
         names = {group.name for group in touched}
         if ENCODER in names:
             self.encoder_cache.clear()
-        self.scheduler.forget_kv()
+        # Saved KV goes with the weights that made it; KV kept by clear_cache=False does not.
+        self.scheduler.forget_kv(() if self.scheduler.kv_mapped else self.scheduler.frozen())
 
     # -- generation ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         await self.faults.reach("generate")
+        sampling = request.sampling
+        if sampling.n != 1 or sampling.stop or sampling.logprobs:
+            raise Unsupported("n, stop strings and logprobs", self.capabilities.backend)
         needed = self.scheduler.blocks_needed(request)
         if needed > self.options.kv_blocks:
             raise UsageError(

@@ -15,12 +15,11 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from hotbunk.rollout.backends.oracle.tokens import digest_of
-from hotbunk.rollout.contract import ADAPTER_PREFIX, TARGET, TensorSpec, Version
+from hotbunk.rollout.contract import ADAPTER_PREFIX, ITEMSIZE, TARGET, TensorSpec, Version
 
 DRAFT = "draft"
 ENCODER = "encoder"
 GROUPS = (TARGET, DRAFT, ENCODER)
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 GARBAGE = 0xA5  # what memory holds that was mapped and not written
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 
-from hotbunk.rollout.backends.oracle.model import ITEMSIZE, WeightGroup
+from hotbunk.rollout.backends.oracle.model import WeightGroup
 from hotbunk.rollout.contract import ADAPTER_PREFIX, Bucket, Manifest, Placement, ScopeKind
 from hotbunk.rollout.errors import (
-    ShapeMismatch,
     TiedMismatch,
     TransferFailed,
     UnknownNames,
@@ -52,10 +50,6 @@ def check_manifest(
     for spec in manifest.tensors:
         owner = groups[spec.group].owner if spec.group in groups else {}
         strays |= set(spec.names) - owner.keys()
-        if spec.nbytes != math.prod(spec.shape) * ITEMSIZE[spec.dtype]:
-            raise ShapeMismatch(
-                spec.name, f"{spec.dtype}{list(spec.shape)}", f"{spec.nbytes} bytes"
-            )
     if strays:
         raise UnknownNames(strays)
 

@@ -33,19 +33,19 @@ class PrefillPiece:
 class StepContext:
     """Where this step's keys and values go and come from.
 
-    ``kv[layer]`` is (keys, values), each [slots, kv_heads, head_dim]. ``slots`` [tokens] are those
+    ``kv`` is [layers, 2 (keys, values), slots, kv_heads, head_dim]. ``slots`` [tokens] are those
     written. ``decode_slots`` [sequences, longest] and ``decode_mask`` [sequences, 1, 1, longest]
     are those read by the first ``decode_slots.shape[0]`` tokens.
     """
 
-    kv: list[tuple[torch.Tensor, torch.Tensor]]
+    kv: torch.Tensor
     slots: torch.Tensor
     decode_slots: torch.Tensor
     decode_mask: torch.Tensor
     prefill: list[PrefillPiece]
 
     @staticmethod
-    def of(plan: Plan, kv: list[tuple[torch.Tensor, torch.Tensor]], block_size: int) -> StepContext:
+    def of(plan: Plan, kv: torch.Tensor, block_size: int) -> StepContext:
         """Lay out a plan."""
         within = torch.arange(block_size)
 

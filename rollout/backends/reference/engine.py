@@ -1,43 +1,41 @@
-"""The reference engine: the contract's verbs over a scheduler, a runner and a thread."""
+"""The reference engine: memory, weights and what can be looked at. Generation is its other half."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Awaitable, Collection, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from hotbunk.rollout import errors
+from hotbunk.rollout.backends.reference.blocks import BlockPool
+from hotbunk.rollout.backends.reference.generation import Generating
 from hotbunk.rollout.backends.reference.options import ReferenceOptions
-from hotbunk.rollout.backends.reference.runner import ModelRunner, Writer
-from hotbunk.rollout.backends.reference.scheduler import Admission, Scheduler, Sequence
+from hotbunk.rollout.backends.reference.requests import RequestRules
+from hotbunk.rollout.backends.reference.runner import KVStash, ModelRunner
+from hotbunk.rollout.backends.reference.scheduler import Scheduler, Sequence
 from hotbunk.rollout.backends.reference.thread import EngineThread
+from hotbunk.rollout.backends.reference.weights import Writer
 from hotbunk.rollout.contract import (
     FULL,
     NATIVE,
     TARGET,
-    AbortReport,
+    ArenaReport,
     BackendStatus,
     Bucket,
     Cache,
     Capabilities,
     Digests,
-    Engine,
-    FinishReason,
-    GenerateRequest,
     MemoryReport,
-    PauseMode,
-    PauseReport,
+    Placement,
     ReceiverLayout,
     Retention,
     Scope,
     ScopeKind,
     Tag,
-    TokenChunk,
     Transfer,
     UpdateReport,
     Version,
@@ -45,59 +43,43 @@ from hotbunk.rollout.contract import (
 )
 from hotbunk.rollout.fingerprint import KIND
 from hotbunk.rollout.intake import check_offer
-from hotbunk.rollout.lifecycle import Residency, Weights
+from hotbunk.rollout.lifecycle import Residency, Weights, groups_of
 
 T = TypeVar("T")
 
 
-class _Stream(msgspec.Struct, eq=False):
-    """Where a request's chunks go. An id may be used again, so the sequence says whose they are."""
-
-    sequence: Sequence
-    items: asyncio.Queue[TokenChunk | errors.HotbunkError]
-
-
-class _Pending(msgspec.Struct):
-    """A pause that waits for the engine to stand still."""
-
-    mode: PauseMode
-    clear_cache: bool
-    before: tuple[str, ...]
-    aborted: tuple[str, ...]
-    future: asyncio.Future[PauseReport]
-
-
-class ReferenceEngine(Engine):
+class ReferenceEngine(Generating):
     """See :mod:`hotbunk.rollout.backends.reference`. Every rule is kept in the engine itself."""
 
     def __init__(self, options: ReferenceOptions) -> None:
+        super().__init__()
         self.options = options
-        self.capabilities = Capabilities(backend="reference", layout=NATIVE, caches=frozenset())
-        self._streams: dict[str, _Stream] = {}
-        self._pending: list[_Pending] = []
-        self._tokens = 0
-        self._steps = 0
-        self._version: Version | None = None
-        self._closed = False
-        # The engine keeps its own record of what may be computed: whoever asks it, no token
-        # comes from weights without content.
-        self._residency: Residency
-        self._runner: ModelRunner
-        self._scheduler: Scheduler
-        self._thread: EngineThread
+        self.capabilities = Capabilities(
+            backend="reference",
+            layout=NATIVE,
+            adapter=NATIVE,
+            keep_kv=NATIVE,
+            caches=frozenset({Cache.PREFIX}) if options.enable_prefix_caching else frozenset(),
+            positional_draws=True,
+        )
+        self._stash: KVStash | None = None
 
     async def start(self) -> None:
         options = self.options
         self._runner = await asyncio.to_thread(ModelRunner, options)
+        pool = BlockPool(
+            self._runner.blocks, options.block_size, caching=options.enable_prefix_caching
+        )
         self._scheduler = Scheduler(
-            blocks=self._runner.blocks,
-            block_size=options.block_size,
+            pool,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
         )
-        self._version = None if options.load == "empty" else Version(0, 0)
+        self._rules = RequestRules(self._runner.config, Path(options.model), pool.count * pool.size)
         self._residency = Residency(
-            {TARGET: self._version}, fed=[TARGET], retentions=self.capabilities.retentions
+            {TARGET: None if options.load == "empty" else Version(0, 0)},
+            fed=[TARGET],
+            retentions=self.capabilities.retentions,
         )
         self._thread = EngineThread(self._step, self._may_step, self._died)
 
@@ -109,11 +91,13 @@ class ReferenceEngine(Engine):
         self._end_streams(closed)
         stopped = await asyncio.to_thread(self._thread.stop)
         for pending in self._pending:
-            _fail(pending.future, closed)
+            if not pending.future.done():
+                pending.future.set_exception(closed)
+        self._forget_stash()
         if stopped:
             self._runner.close()
 
-    # -- the five verbs -----------------------------------------------------------------------
+    # -- memory -------------------------------------------------------------------------------
 
     async def resume(self, tags: Collection[str] | None = None) -> MemoryReport:
         wanted = parse_tags(tags)
@@ -121,7 +105,9 @@ class ReferenceEngine(Engine):
         def run() -> MemoryReport:
             report = self._runner.pool.resume(wanted)
             self._residency.resumed(wanted)
-            return report
+            if Tag.KV_CACHE in wanted:
+                self._take_kv_back()
+            return self._with_stash(report)
 
         return await self._thread.call(run)
 
@@ -134,50 +120,111 @@ class ReferenceEngine(Engine):
         *,
         retention: Retention = Retention.DISCARD,
         overrides: Mapping[str, Retention] | None = None,
+        keep_kv: bool = False,
     ) -> MemoryReport:
         wanted = parse_tags(tags)
 
         def run() -> MemoryReport:
             self._must_stand_still("release")
-            recomputed = 0
-            if Tag.KV_CACHE in wanted:
-                recomputed = self._scheduler.drop_all_kv()
-            kept = {TARGET: retention, **self._residency.overrides(retention), **(overrides or {})}
-            report = self._runner.pool.release(wanted, kept)
-            self._residency.released(wanted, kept[TARGET])
-            if self._residency.groups[TARGET].version is None:
-                self._version = None
-            return msgspec.structs.replace(report, recomputed_requests=recomputed)
+            groups = dict.fromkeys(self._residency.groups, retention)
+            groups.update(self._residency.overrides(retention))
+            groups.update(overrides or {})
+            stash = self._saved_kv() if keep_kv and Tag.KV_CACHE in wanted else None
+            try:
+                report = self._runner.pool.release(wanted, groups)
+            except errors.HotbunkError:
+                if stash is not None:
+                    stash.close()
+                raise
+            self._residency.released(wanted, retention, groups)
+            if Tag.KV_CACHE not in wanted:
+                return report
+            kept = self._give_kv_up(stash)
+            recomputed = sum(1 for s in self._scheduler.everyone() if s.recomputed)
+            report = msgspec.structs.replace(
+                report, recomputed_requests=recomputed, kept_requests=kept
+            )
+            return self._with_stash(report)
 
         return await self._thread.call(run)
 
-    async def release_kv_cache(self) -> MemoryReport:
-        return await self.release([Tag.KV_CACHE])
+    async def release_kv_cache(self, *, keep_kv: bool = False) -> MemoryReport:
+        return await self.release([Tag.KV_CACHE], keep_kv=keep_kv)
+
+    def _saved_kv(self) -> KVStash | None:
+        """KV of frozen requests, on the host; that of an earlier release stays where it is."""
+        if self._stash is not None:
+            return self._stash
+        return self._runner.save_kv(self._scheduler.in_flight())
+
+    def _give_kv_up(self, stash: KVStash | None) -> int:
+        """Blocks are gone; what is in the stash counts as computed still. How many requests."""
+        if self._stash is not None and self._stash is not stash:
+            self._forget_stash()
+        self._stash = stash
+        held: set[Sequence] = set() if stash is None else set(stash.held)
+        for s in self._scheduler.everyone():
+            if s in held:
+                self._scheduler.pool.give_back(s.blocks)
+                s.blocks, s.keys = [], []
+            else:
+                self._scheduler.drop_kv(s)
+        self._scheduler.pool.forget_all()
+        return len(held)
+
+    def _take_kv_back(self) -> None:
+        """Saved KV goes into new blocks; requests that ended meanwhile need none."""
+        stash = self._stash
+        if stash is None:
+            return
+        alive = set(self._scheduler.everyone())
+        for s in list(stash.held):
+            if s not in alive:
+                del stash.held[s]
+                continue
+            taken = self._scheduler.pool.take(self._scheduler.blocks_for(s.computed))
+            assert taken is not None, "saved KV does not fit where it came from"
+            s.blocks = taken
+        self._runner.restore_kv(stash)
+        self._forget_stash()
+
+    def _forget_stash(self) -> None:
+        if self._stash is not None:
+            self._stash.close()
+            self._stash = None
+
+    def _with_stash(self, report: MemoryReport) -> MemoryReport:
+        if self._stash is None:
+            return report
+        saved = ArenaReport(Tag.KV_CACHE, "saved", 0, 0, self._stash.nbytes)
+        return msgspec.structs.replace(report, arenas=(*report.arenas, saved))
+
+    # -- weights ------------------------------------------------------------------------------
 
     async def update_weights(
         self, transfer: Transfer, *, version: Version, scope: Scope = FULL
     ) -> UpdateReport:
         manifest = transfer.manifest
-        if scope.kind not in (ScopeKind.FULL, ScopeKind.PARTIAL):
-            raise errors.Unsupported(f"{scope.kind.value} updates", self.capabilities.backend)
-        others = {spec.group for spec in manifest.tensors} - {TARGET}
-        if others:
-            raise errors.UnsupportedTarget(f"no weight group named {errors.shown(others)}")
-        known = self._runner.binding.placements()
-        check_offer(manifest, known, self._runner.binding.required())
+        if scope.kind is ScopeKind.DELTA:
+            raise errors.Unsupported("delta updates", self.capabilities.backend)
+        groups = groups_of(scope, (spec.group for spec in manifest.tensors))
+        known = self._placements(transfer, groups)
 
         def begin() -> Writer:
             self._must_stand_still("update_weights")
-            self._residency.check_offer([TARGET], scope, version)
-            return Writer(self._runner, manifest)
+            self._residency.check_offer(groups, scope, version)
+            if scope.kind is ScopeKind.ADAPTER:
+                tensors = self._runner.adapters.prepare(scope.name, manifest)
+                return Writer(manifest, tensors.__getitem__)
+            return Writer(manifest, self._runner.binding.tensor)
 
-        writer = await self._thread.call(begin)
         layout = {n: known[n] for spec in manifest.tensors for n in spec.names}
+        writer = await self._thread.call(begin)
         await transfer.accept(ReceiverLayout(layout))
 
         def write(bucket: Bucket | None) -> None:
             # From here on the engine itself refuses to compute, whoever asks.
-            self._residency.written([TARGET])
+            self._residency.written(groups)
             if bucket is not None:
                 writer.write(bucket)
 
@@ -190,13 +237,9 @@ class ReferenceEngine(Engine):
             differing = await self._thread.call(lambda: writer.differing(expected))
             if differing:
                 raise errors.VerifyFailed(differing)
+        await self._thread.call(self._outdate_caches)
         await transfer.commit()
-
-        def label() -> None:
-            self._residency.committed([TARGET], version)
-            self._version = version
-
-        await self._thread.call(label)
+        await self._thread.call(lambda: self._residency.committed(groups, version))
         return UpdateReport(
             version,
             applied=applied,
@@ -205,89 +248,28 @@ class ReferenceEngine(Engine):
             verified="applied" if expected else "none",
         )
 
-    # -- generation ---------------------------------------------------------------------------
+    def _placements(self, transfer: Transfer, groups: Collection[str]) -> Mapping[str, Placement]:
+        """Where the tensors on offer would go. :raises UpdateRefused: they have no place here."""
+        manifest = transfer.manifest
+        if manifest.scope.kind is ScopeKind.ADAPTER:
+            known: Mapping[str, Placement] = self._runner.adapters.placements(manifest)
+            check_offer(manifest, known, [])
+            return known
+        if set(groups) != {TARGET}:
+            raise errors.UnsupportedTarget(
+                f"no weight group named {errors.shown(set(groups) - {TARGET})}"
+            )
+        known = self._runner.binding.placements()
+        check_offer(manifest, known, self._runner.binding.required())
+        return known
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        self._check(request)
-        sequence = Sequence(request)
-        stream = self._streams[request.request_id] = _Stream(sequence, asyncio.Queue())
-        finished = False
-
-        def admit() -> None:
-            # A pause makes callers wait, except for what only a resend will mend.
-            if self._scheduler.admission is Admission.OPEN or self._residency.poisoned():
-                self._residency.check_generate()
-            self._scheduler.add(sequence)
-
-        try:
-            # Not awaited: admission is settled in the thread, and answers come by the stream.
-            self._tell(admit, stream)
-            while not finished:
-                item = await stream.items.get()
-                if isinstance(item, errors.HotbunkError):
-                    finished = True
-                    raise item
-                finished = item.finish_reason is not None
-                yield item
-        finally:
-            self._streams.pop(request.request_id, None)
-            if not finished and not self._closed and self._thread.failure is None:
-                self._tell(lambda: self._scheduler.remove(sequence))
-
-    async def pause_generation(
-        self, mode: PauseMode = PauseMode.ABORT, *, clear_cache: bool = True
-    ) -> PauseReport:
-        future: asyncio.Future[PauseReport] = asyncio.get_running_loop().create_future()
-
-        def run() -> None:
-            before = tuple(s.id for s in self._scheduler.in_flight())
-            ended: tuple[str, ...] = ()
-            if mode is PauseMode.ABORT:
-                ended = self._abort_now(self._scheduler.in_flight())
-            self._scheduler.pause(mode)
-            self._pending.append(_Pending(mode, clear_cache, before, ended, future))
-            self._settle_pauses()
-
-        try:
-            await self._thread.call(run)
-            return await future
-        finally:
-            future.cancel()  # cut off before its answer: nobody will come for it
-
-    async def resume_generation(self) -> None:
-        def run() -> None:
-            for pending in self._pending:
-                error = errors.SessionError("generation was resumed before the pause was complete")
-                self._post(_fail, pending.future, error)
-            self._pending.clear()
-            try:
-                self._residency.check_generate()
-            except errors.ContractError as missing:
-                # Frozen requests stay; those that came meanwhile are told what is missing.
-                for sequence in list(self._scheduler.arrived):
-                    self._scheduler.remove(sequence)
-                    self._post(self._put, sequence, missing)
-            self._scheduler.resume()
-
-        await self._thread.call(run)
-
-    async def abort(self, request_ids: SequenceOf[str] | None = None) -> AbortReport:
-        wanted = None if request_ids is None else set(request_ids)
-
-        def run() -> tuple[str, ...]:
-            ended = self._abort_now(self._scheduler.find(wanted))
-            self._settle_pauses()
-            return ended
-
-        ended = await self._thread.call(run)
-        return AbortReport(ended, tuple(sorted((wanted or set()) - set(ended))))
-
-    async def reset_caches(self, which: Collection[Cache] | None = None) -> None:
-        def run() -> None:
-            self._must_stand_still("reset_caches")
-            self._scheduler.drop_all_kv()
-
-        await self._thread.call(run)
+    def _outdate_caches(self) -> None:
+        """KV that older weights made: nobody new may find it, and what was saved is worthless."""
+        self._scheduler.pool.forget_all()
+        if self._stash is not None:
+            for s in self._stash.held:
+                self._scheduler.drop_kv(s)
+            self._forget_stash()
 
     # -- looking ------------------------------------------------------------------------------
 
@@ -296,17 +278,19 @@ class ReferenceEngine(Engine):
         scheduler = self._scheduler  # snapshots of lists: reading them never waits for a step
         running, waiting = tuple(scheduler.running), (*scheduler.waiting, *scheduler.arrived)
         frozen = scheduler.admission == "frozen"
-        ids = tuple(s.id for s in running)
+        ids = tuple(dict.fromkeys(s.id for s in running))
         return BackendStatus(
             paused=scheduler.admission != "open",
             running=() if frozen else ids,
-            waiting=tuple(s.id for s in waiting),
+            waiting=tuple(dict.fromkeys(s.id for s in waiting)),
             frozen=ids if frozen else (),
-            versions={TARGET: self._version} if self._version else {},
-            kv_blocks_total=scheduler.blocks,
-            kv_blocks_used=scheduler.blocks - len(scheduler.free),
+            versions=self._residency.versions(),
+            kv_blocks_total=scheduler.pool.count,
+            kv_blocks_used=scheduler.pool.used,
             tokens_generated=self._tokens,
             steps=self._steps,
+            preemptions=scheduler.preemptions,
+            cached_tokens=scheduler.cached_tokens,
         )
 
     async def digest(self, names: Collection[str] | None = None) -> Digests:
@@ -319,153 +303,12 @@ class ReferenceEngine(Engine):
         return Digests(await self._thread.call(run), KIND)
 
     async def memory(self) -> MemoryReport:
-        return await asyncio.to_thread(self._runner.pool.memory)
+        return self._with_stash(await asyncio.to_thread(self._runner.pool.memory))
 
     def check_invariants(self) -> None:
         """What must hold while no verb runs. :raises AssertionError: it does not."""
         self._scheduler.check_invariants()
         self._runner.pool.check_invariants()
-
-    # -- in the engine's thread ---------------------------------------------------------------
-
-    def _may_step(self) -> bool:
-        return self._scheduler.has_work and self._residency.servable()
-
-    def _step(self) -> None:
-        plan = self._scheduler.plan()
-        results = self._runner.step(plan)
-        self._steps += 1
-        version = self._version
-        assert version is not None
-        out: list[tuple[Sequence, TokenChunk]] = []
-        for chunk, drawn in zip(plan.chunks, results, strict=True):
-            if drawn is None:
-                continue
-            s = chunk.sequence
-            s.tokens.append(drawn.token)
-            self._tokens += 1
-            reason = self._finish_reason(s, drawn.token)
-            if reason is not None:
-                self._scheduler.remove(s)
-            made = TokenChunk(s.id, (drawn.token,), (drawn.logprob,), version, reason)
-            out.append((s, made))
-        self._post(self._deliver, out)
-        self._settle_pauses()
-
-    @staticmethod
-    def _finish_reason(sequence: Sequence, token: int) -> FinishReason | None:
-        if token in sequence.request.sampling.stop_token_ids:
-            return FinishReason.STOP
-        if sequence.produced >= sequence.request.sampling.max_tokens:
-            return FinishReason.LENGTH
-        return None
-
-    def _abort_now(self, sequences: Collection[Sequence]) -> tuple[str, ...]:
-        version = self._version or Version()
-        out = []
-        for s in sequences:
-            self._scheduler.remove(s)
-            out.append((s, TokenChunk(s.id, version=version, finish_reason=FinishReason.ABORT)))
-        self._post(self._deliver, out)
-        return tuple(s.id for s, _ in out)
-
-    def _settle_pauses(self) -> None:
-        """Answer the pauses that wait, if the engine stands still."""
-        if not self._pending or not self._scheduler.quiet:
-            return
-        frozen = self._scheduler.in_flight()
-        left = {s.id for s in frozen}
-        for pending in self._pending:
-            stale = 0
-            if pending.clear_cache:
-                self._scheduler.drop_all_kv(frozen)
-            else:
-                stale = sum(s.computed for s in frozen)
-            ended = set(pending.before) - left
-            report = PauseReport(
-                pending.mode,
-                aborted=pending.aborted,
-                finished=tuple(sorted(ended - set(pending.aborted))),
-                frozen=tuple(s.id for s in frozen),
-                cleared_cache=pending.clear_cache,
-                stale_tokens=stale,
-            )
-            self._post(_succeed, pending.future, report)
-        self._pending.clear()
-
-    def _must_stand_still(self, verb: str) -> None:
-        # An engine that is merely idle does not: a step could start at any moment.
-        if not self._scheduler.quiet:
-            raise errors.RequestsInFlight([s.id for s in self._scheduler.in_flight()], verb, 0.0)
-
-    def _died(self, failure: errors.EngineFailed) -> None:
-        for pending in self._pending:
-            self._post(_fail, pending.future, failure)
-        self._post(self._end_streams, failure)
-
-    def _post(self, *call: Any) -> None:
-        self._thread.post(*call)
-
-    # -- in the event loop --------------------------------------------------------------------
-
-    def _tell(self, command: Callable[[], None], stream: _Stream | None = None) -> None:
-        """Give the thread a command; nobody waits for it, only a refusal goes to the stream."""
-
-        def answered(future: asyncio.Future[None]) -> None:
-            refusal = None if future.cancelled() else future.exception()
-            if stream is not None and isinstance(refusal, errors.HotbunkError):
-                stream.items.put_nowait(refusal)
-
-        asyncio.ensure_future(self._thread.call(command)).add_done_callback(answered)
-
-    def _deliver(self, chunks: list[tuple[Sequence, TokenChunk]]) -> None:
-        for sequence, chunk in chunks:
-            self._put(sequence, chunk)
-
-    def _put(self, sequence: Sequence, item: TokenChunk | errors.HotbunkError) -> None:
-        stream = self._streams.get(sequence.id)
-        if stream is not None and stream.sequence is sequence:
-            stream.items.put_nowait(item)
-
-    def _end_streams(self, error: errors.HotbunkError) -> None:
-        for stream in self._streams.values():
-            stream.items.put_nowait(error)
-
-    def _check(self, request: GenerateRequest) -> None:
-        """Refuse at once what could never run."""
-        if request.request_id in self._streams:
-            raise errors.UsageError(f"request id {request.request_id!r} is already in flight")
-        if request.adapter is not None:
-            raise errors.Unsupported("adapters", self.capabilities.backend)
-        if request.media:
-            raise errors.Unsupported("media", self.capabilities.backend, "text models only")
-        if not request.prompt or request.sampling.max_tokens < 1:
-            raise errors.UsageError(
-                f"request {request.request_id!r} needs a prompt and max_tokens of 1 or more"
-            )
-        vocabulary = int(self._runner.config.vocab_size)
-        if not all(0 <= t < vocabulary for t in request.prompt):
-            raise errors.UsageError(
-                f"request {request.request_id!r} has token ids outside 0..{vocabulary - 1}"
-            )
-        temperature = request.sampling.temperature
-        if temperature < 0 or not math.isfinite(temperature):
-            raise errors.UsageError(
-                f"request {request.request_id!r} asks for temperature {temperature}, which is not "
-                "a number of 0 or more"
-            )
-        tokens = len(request.prompt) + request.sampling.max_tokens
-        if tokens > self._runner.max_context:
-            raise errors.UsageError(
-                f"request {request.request_id!r} may grow to {tokens} tokens and the model's "
-                f"context is {self._runner.max_context}"
-            )
-        if self._scheduler.blocks_for(tokens) > self._scheduler.blocks:
-            raise errors.UsageError(
-                f"request {request.request_id!r} may grow to {tokens} tokens and the whole KV "
-                f"cache holds {self._scheduler.blocks * self.options.block_size}",
-                remedy="raise kv_cache_tokens, or lower max_tokens",
-            )
 
 
 async def _uncut(call: Awaitable[T]) -> T:
@@ -478,13 +321,3 @@ async def _uncut(call: Awaitable[T]) -> T:
         if not future.cancelled():
             future.exception()  # taken note of: whoever waited is gone
         raise
-
-
-def _succeed(future: asyncio.Future[PauseReport], report: PauseReport) -> None:
-    if not future.done():
-        future.set_result(report)
-
-
-def _fail(future: asyncio.Future[PauseReport], error: errors.HotbunkError) -> None:
-    if not future.done():
-        future.set_exception(error)

@@ -14,7 +14,8 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights, ``empty`` only makes room for them (the first sync brings them). ``dtype``: element
     type of weights and KV. ``kv_cache_tokens``: how many tokens of KV the pool holds, over all
     requests. ``block_size``: tokens a KV block. ``max_num_batched_tokens``: tokens a step at most.
-    ``max_num_seqs``: requests that run at once. ``backup_dir``: where backups go (default: the
+    ``max_num_seqs``: requests that run at once. ``enable_prefix_caching``: whether KV
+    of one request may serve another with the same beginning. ``backup_dir``: where backups go (default: the
     system's temporary folder).
     """
 
@@ -25,6 +26,7 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 16
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 256
+    enable_prefix_caching: bool = True
     backup_dir: str | None = None
 
     def __post_init__(self) -> None:

@@ -1,19 +1,28 @@
 """Who runs in the next step. Plain Python: no tensors, no threads, no clock.
 
-A request reserves KV blocks for its whole length when it is admitted, so a running one never
-waits for memory. First come, first served. Pauses change what may be planned: ``OPEN`` everything,
-``DRAINING`` only what was there before the pause, ``FROZEN`` nothing.
+First come, first served. A request takes KV blocks as it grows; when there are none, the one that
+came last gives its blocks up and is computed again later (preemption by recompute), so the oldest
+always goes on and nothing can wait for itself. Pauses change what may be planned: ``OPEN``
+everything, ``DRAINING`` only what was there before the pause, ``FROZEN`` nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from hotbunk.rollout.backends.reference.blocks import ROOT, BlockPool, Key, block_key
 from hotbunk.rollout.contract import GenerateRequest, PauseMode
+
+_arrivals = itertools.count()
+_MIXED = "mixed"
+
+
+MadeBy = Callable[[str | None], str]  # names the weights, with an adapter or without
 
 
 class Admission(StrEnum):
@@ -26,19 +35,29 @@ class Admission(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request's progress: ``tokens`` is prompt and response, ``computed`` have their KV."""
+    """One response's progress: ``tokens`` is prompt and response, ``computed`` have their KV.
+
+    ``index`` is which of the request's ``n`` responses it is. ``keys`` are those of its leading
+    blocks that are full and known to be of one kind; ``cached`` counts prompt tokens whose KV
+    somebody else had computed, at its first admission.
+    """
 
     request: GenerateRequest
+    index: int = 0
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    draws: random.Random = field(default_factory=random.Random)
+    keys: list[Key] = field(default_factory=list)
+    cached: int = -1
+    maker: str = ""  # the weights that computed its KV
+    seed: int = 0
     recomputed: int = 0
+    arrival: int = field(default_factory=lambda: next(_arrivals))
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
-        if self.request.sampling.seed is not None:
-            self.draws = random.Random(self.request.sampling.seed)
+        seed = self.request.sampling.seed
+        self.seed = random.getrandbits(63) if seed is None else seed + self.index
 
     @property
     def id(self) -> str:
@@ -86,22 +105,22 @@ class Plan:
 class Scheduler:
     """Queues, blocks and the pause state of one engine."""
 
-    def __init__(
-        self, *, blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
-    ) -> None:
-        self.blocks = blocks
-        self.block_size = block_size
-        self.free: list[int] = list(range(blocks))
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.pool = pool
         self.admission = Admission.OPEN
-        self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # by arrival
+        self.waiting: deque[Sequence] = deque()  # by arrival
         self.arrived: deque[Sequence] = deque()  # during a pause
+        self.preemptions = 0
+        self.cached_tokens = 0
         self._max_num_seqs = max_num_seqs
         self._max_tokens = max_num_batched_tokens
 
     def blocks_for(self, tokens: int) -> int:
         """KV blocks that hold so many tokens."""
-        return -(-tokens // self.block_size)
+        return -(-tokens // self.pool.size)
+
+    # -- requests -----------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """A new request; during a pause it waits apart."""
@@ -116,24 +135,22 @@ class Scheduler:
         """Requests a pause acts on: not those that arrived during it."""
         return [*self.running, *self.waiting]
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a request and free its blocks."""
-        self.drop_kv(sequence)
-        for queue in (self.running, self.waiting, self.arrived):
-            if sequence in queue:
-                queue.remove(sequence)
-
     def find(self, ids: Collection[str] | None) -> list[Sequence]:
         """Requests by id; None is all."""
         return [s for s in self.everyone() if ids is None or s.id in ids]
 
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a request and free its blocks."""
+        self._give_back(sequence)
+        for queue in (self.running, self.waiting, self.arrived):
+            if sequence in queue:
+                queue.remove(sequence)
+
     def drop_kv(self, sequence: Sequence) -> None:
         """Its KV is gone; it will be computed again from its tokens."""
-        self.free.extend(reversed(sequence.blocks))
-        sequence.blocks = []
-        if sequence.computed:
-            sequence.recomputed += sequence.computed
-        sequence.computed = 0
+        self._give_back(sequence)
+        sequence.recomputed += sequence.computed
+        sequence.computed, sequence.keys, sequence.maker = 0, [], ""
 
     def drop_all_kv(self, among: Iterable[Sequence] | None = None) -> int:
         """Drop KV of these (default: all); how many must be computed again, now or since before."""
@@ -141,6 +158,12 @@ class Scheduler:
         for sequence in chosen:
             self.drop_kv(sequence)
         return sum(1 for s in chosen if s.recomputed)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pool.give_back(sequence.blocks)
+        sequence.blocks = []
+
+    # -- pauses -------------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode) -> None:
         """Change what may start. The caller ends requests for ABORT."""
@@ -164,43 +187,112 @@ class Scheduler:
         """Whether a step would compute anything."""
         return self.admission is not Admission.FROZEN and bool(self.running or self.waiting)
 
-    def plan(self) -> Plan:
-        """Admit what fits, and choose the next step's tokens."""
-        self._admit()
-        prefill: list[Chunk] = []
-        decode = [
-            Chunk(s, s.computed, 1)
-            for s in self.running
-            if s.computed and s.computed == len(s.tokens) - 1
-        ]
-        budget = max(self._max_tokens - len(decode), 1)
-        for s in self.running:
-            left = len(s.tokens) - s.computed
-            if budget and (left > 1 or not s.computed):
-                count = min(left, budget)
-                prefill.append(Chunk(s, s.computed, count))
-                budget -= count
-        return Plan(tuple(decode), tuple(prefill))
+    # -- steps --------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
-        # Sequences whose KV was dropped are running still; they take blocks first.
-        for s in self.running:
-            self._reserve(s)
-        while self.waiting and len(self.running) < self._max_num_seqs:
-            if not self._reserve(self.waiting[0]):
+    def plan(self, made_by: MadeBy) -> Plan:
+        """Choose the next step's tokens, and admit what fits.
+
+        ``made_by`` names the weights that will compute them: KV is shared among its like only.
+        """
+        chosen: list[Chunk] = []
+        budget = self._max_tokens
+        for single in (True, False):  # those under way first: a long prompt must not stop them
+            for s in list(self.running):
+                if s not in self.running or (self._single(s) is not single):
+                    continue
+                if not s.blocks:
+                    self._reuse(s, made_by)
+                count = min(len(s.tokens) - s.computed, budget)
+                if count and self._grow(s, s.computed + count):
+                    chosen.append(Chunk(s, s.computed, count))
+                    budget -= count
+        while budget and self.waiting and len(self.running) < self._max_num_seqs:
+            s = self.waiting[0]
+            if not self._admit(s, made_by):
                 break
             self.running.append(self.waiting.popleft())
+            count = min(len(s.tokens) - s.computed, budget)
+            chosen.append(Chunk(s, s.computed, count))
+            budget -= count
+        left = [c for c in chosen if c.sequence.blocks]  # without those preempted meanwhile
+        decode = tuple(c for c in left if c.count == 1 and c.start > 0 and c.samples)
+        return Plan(decode, tuple(c for c in left if c not in decode))
 
-    def _reserve(self, sequence: Sequence) -> bool:
-        missing = self.blocks_for(sequence.most_tokens) - len(sequence.blocks)
-        if missing > len(self.free):
+    def computed(self, plan: Plan, made_by: MadeBy) -> None:
+        """A step ran: its tokens have their KV, and blocks that are full may be found by others."""
+        for chunk in plan.chunks:
+            s = chunk.sequence
+            s.computed = chunk.start + chunk.count
+            maker = made_by(s.request.adapter)
+            if s.maker != maker:
+                # KV of several versions in one request: nobody else may have what follows.
+                s.maker = maker if chunk.start == 0 else _MIXED
+            if s.maker is _MIXED:
+                continue
+            for n in range(len(s.keys), s.computed // self.pool.size):
+                tokens = s.tokens[n * self.pool.size : (n + 1) * self.pool.size]
+                s.keys.append(block_key(s.keys[-1] if s.keys else ROOT, tokens, maker))
+                self.pool.filled(s.blocks[n], s.keys[-1])
+
+    @staticmethod
+    def _single(sequence: Sequence) -> bool:
+        return sequence.computed > 0 and sequence.computed == len(sequence.tokens) - 1
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Blocks for so many tokens; the youngest give theirs up. False: it was the youngest."""
+        while True:
+            missing = self.blocks_for(tokens) - len(sequence.blocks)
+            taken = self.pool.take(missing) if missing > 0 else []
+            if taken is not None:
+                sequence.blocks.extend(taken)
+                return True
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is sequence:
+                return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.drop_kv(sequence)
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _reuse(self, sequence: Sequence, made_by: MadeBy) -> None:
+        """Take over blocks that others computed. One token at least is left to compute."""
+        maker = made_by(sequence.request.adapter)
+        sequence.maker = maker
+        for n in range((len(sequence.tokens) - 1) // self.pool.size):
+            tokens = sequence.tokens[n * self.pool.size : (n + 1) * self.pool.size]
+            key = block_key(sequence.keys[-1] if sequence.keys else ROOT, tokens, maker)
+            block = self.pool.find(key)
+            if block is None:
+                break
+            sequence.blocks.append(block)
+            sequence.keys.append(key)
+        sequence.computed = len(sequence.blocks) * self.pool.size
+
+    def _admit(self, sequence: Sequence, made_by: MadeBy) -> bool:
+        """Blocks for all its tokens: found where others computed them, new for the rest."""
+        self._reuse(sequence, made_by)
+        missing = self.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
+        rest = self.pool.take(missing)
+        if rest is None:
+            self._give_back(sequence)
+            sequence.computed, sequence.keys = 0, []
             return False
-        for _ in range(missing):
-            sequence.blocks.append(self.free.pop())
+        sequence.blocks.extend(rest)
+        if sequence.cached < 0:
+            sequence.cached = min(sequence.computed, len(sequence.request.prompt))
+            self.cached_tokens += sequence.cached
         return True
 
     def check_invariants(self) -> None:
-        """:raises AssertionError: a block has two owners or none."""
-        owned = [b for s in self.everyone() for b in s.blocks]
-        assert sorted(owned + self.free) == list(range(self.blocks)), "KV blocks leaked or shared"
-        assert all(s.computed <= len(s.tokens) for s in self.everyone())
+        """:raises AssertionError: blocks, progress or order are not what they should be."""
+        self.pool.check_invariants([b for s in self.everyone() for b in s.blocks])
+        for s in self.everyone():
+            assert s.computed <= len(s.tokens), f"{s.id} computed more than it has"
+            assert s.computed <= len(s.blocks) * self.pool.size, f"{s.id} computed without blocks"
+            assert len(s.keys) * self.pool.size <= s.computed, f"{s.id} shares what it has not"
+        for queue in (self.running, self.waiting):
+            order = [s.arrival for s in queue]
+            assert order == sorted(order), "a younger request passed an older one"
