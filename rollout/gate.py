@@ -7,7 +7,7 @@ is held. The gate knows requests and time; it does not know what an engine is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from enum import StrEnum
 
 import msgspec
@@ -56,6 +56,8 @@ class Entry:
         self.stage = Stage.HELD
         self.reason = ""  # why it was let go
         self.retryable = True
+        self.aborted = False  # by somebody who wanted this very request to end
+        self.left = set(range(request.sampling.n))  # responses that have not ended
         self.until: float | None = None
         self.gone = False  # let go for good, though its reader may not have noticed yet
         self._scope: asyncio.Timeout | None = None
@@ -75,15 +77,26 @@ class Entry:
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(until)
 
-    def ended(self, version: Version) -> TokenChunk:
-        """The last chunk of a request that was let go; the tokens it has had stand."""
-        return TokenChunk(
-            self.request.request_id,
-            version=version,
-            finish_reason=FinishReason.ABORT,
-            error=self.reason,
-            retryable=self.retryable,
-        )
+    def ended(self, version: Version) -> Iterator[TokenChunk]:
+        """The last chunks of a request that was let go; the tokens it has had stand."""
+        for index in sorted(self.left):
+            yield TokenChunk(
+                self.request.request_id,
+                version=version,
+                finish_reason=FinishReason.ABORT,
+                error=self.reason,
+                retryable=self.retryable,
+                index=index,
+            )
+
+    def seen(self, chunk: TokenChunk) -> TokenChunk:
+        """Account for a chunk. One that a pause ended may be sent again, and says so."""
+        if chunk.finish_reason is None:
+            return chunk
+        self.left.discard(chunk.index)
+        if chunk.finish_reason is FinishReason.ABORT and not (chunk.error or self.aborted):
+            return msgspec.structs.replace(chunk, error="cut off by a pause", retryable=True)
+        return chunk
 
 
 class Gate:

@@ -183,9 +183,13 @@ class Replica:
         tags: Collection[str] | None = None,
         *,
         retention: Retention = Retention.DISCARD,
+        keep_kv: bool = False,
         deadline: float | None = None,
     ) -> MemoryReport:
         """Give memory back, once generation stands still.
+
+        ``keep_kv`` saves the KV of frozen requests (of a ``keep`` pause with ``clear_cache=False``)
+        for after the resume, unless the weights change in between.
 
         :raises RequestsInFlight: requests still ran at the deadline (seconds); nothing released.
         :raises Unsupported: a retention the backend does not have; nothing changed.
@@ -197,14 +201,18 @@ class Replica:
             raise errors.Unsupported(f"retention {retention.value!r}", caps.backend, f"has {have}")
         kv_only = wanted == (Tag.KV_CACHE,)
         self._require("release_kv_cache" if kv_only else "release")
+        if keep_kv:
+            self._require("keep_kv")
         if not wanted:
             return await self.memory()
         async with self._exclusive("release", deadline=deadline):
-            return await self._release(wanted, retention)
+            return await self._release(wanted, retention, keep_kv)
 
-    async def release_kv_cache(self, *, deadline: float | None = None) -> MemoryReport:
+    async def release_kv_cache(
+        self, *, keep_kv: bool = False, deadline: float | None = None
+    ) -> MemoryReport:
         """Give KV memory back; weights and their addresses stay."""
-        return await self.release([Tag.KV_CACHE], deadline=deadline)
+        return await self.release([Tag.KV_CACHE], keep_kv=keep_kv, deadline=deadline)
 
     async def update_weights(
         self,
@@ -249,16 +257,19 @@ class Replica:
                 # Nobody waits for a replica that only a resend can heal.
                 entry.move(0.0, "the replica is poisoned by a failed update")
             if not await self._gate.passed(entry):
-                yield entry.ended(self._version())
+                for last in entry.ended(self._version()):
+                    yield last
                 return
             self._admit(request)
             entry.stage = Stage.RUNNING
             stream = self.backend.generate(request)
-            while True:
+            while entry.left:
                 chunk = await self._next(entry, stream)
-                yield chunk
-                if chunk.finish_reason is not None:
+                if chunk is None:
+                    for last in entry.ended(self._version()):
+                        yield last
                     return
+                yield entry.seen(chunk)
         finally:
             self._gate.leave(entry)
             if stream is not None:
@@ -317,6 +328,8 @@ class Replica:
         if wanted & running:
             self._require("abort")
             ids = sorted(wanted & running)
+            for key in ids:
+                self._gate.entries[key].aborted = True
             said = await self._call("abort", self.backend.abort(ids), self.deadlines.drain)
             ended |= set(said.aborted)
         return AbortReport(tuple(sorted(ended)), tuple(sorted(wanted - ended)))
@@ -342,9 +355,13 @@ class Replica:
         *,
         mode: PauseMode = PauseMode.ABORT,
         clear_cache: bool = True,
+        keep_kv: bool = False,
         deadline: float | None = None,
     ) -> MemoryReport:
         """Pause on sleep's own account, then release: 0 nothing, 1 to a backup, 2 for good.
+
+        ``keep_kv`` goes with mode ``keep``, ``clear_cache=False`` and level 1: frozen requests get
+        their KV back with the weights.
 
         A sleep that fails undoes its pause, unless the replica already slept.
         """
@@ -358,7 +375,9 @@ class Replica:
             report = MemoryReport()
             if level:
                 kept = Retention.BACKUP if level == 1 else Retention.DISCARD
-                report = await self.release(None, retention=kept, deadline=deadline)
+                report = await self.release(
+                    None, retention=kept, keep_kv=keep_kv, deadline=deadline
+                )
         except BaseException:
             if not slept:
                 await self.resume_generation(owner=SLEEP)
@@ -467,7 +486,8 @@ class Replica:
                 where=self.name,
             )
 
-    async def _next(self, entry: Entry, stream: AsyncIterator[TokenChunk]) -> TokenChunk:
+    async def _next(self, entry: Entry, stream: AsyncIterator[TokenChunk]) -> TokenChunk | None:
+        """The next chunk; None if the request was let go meanwhile."""
         try:
             async with entry.waiting():
                 return await anext(stream)
@@ -480,7 +500,7 @@ class Replica:
             ) from None
         except Exception as error:
             if isinstance(error, TimeoutError) and entry.until is not None:
-                return entry.ended(self._version())
+                return None
             raise engine_failed("generate", error).at(self.name) from error
         finally:
             entry.waited()
@@ -626,7 +646,9 @@ class Replica:
             self._gate.drop(SLEEP)
         return report
 
-    async def _release(self, tags: Collection[Tag], retention: Retention) -> MemoryReport:
+    async def _release(
+        self, tags: Collection[Tag], retention: Retention, keep_kv: bool
+    ) -> MemoryReport:
         if not self.capabilities.keep_release:
             # Not the gate's view: an aborted request is there until its client has read its end.
             said = await self._call("status", self.backend.status(), self.deadlines.inspect)
@@ -639,10 +661,12 @@ class Replica:
         verb = "release"
         if tuple(tags) == (Tag.KV_CACHE,):
             verb = "release_kv_cache"
-            coro = self.backend.release_kv_cache()
+            coro = self.backend.release_kv_cache(keep_kv=keep_kv)
         else:
             overrides = self._residency.overrides(retention)
-            coro = self.backend.release(tags, retention=retention, overrides=overrides)
+            coro = self.backend.release(
+                tags, retention=retention, overrides=overrides, keep_kv=keep_kv
+            )
         try:
             report = await self._memory_verb(verb, coro)
         except errors.ReleaseIncomplete:

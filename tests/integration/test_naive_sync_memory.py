@@ -191,17 +191,17 @@ async def test_kv_that_a_fenced_sync_left_released_comes_back_with_the_next_one(
 ) -> None:
     target = await replica(tiny(seed=0))
     manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport())
-    original = target.backend.resume_kv_cache
+    original = target.backend.resume
 
-    async def full() -> Any:
+    async def full(tags: Any = None) -> Any:
         raise errors.ResumeOutOfMemory("kv_cache", 1 << 30, 4096)
 
-    target.backend.resume_kv_cache = full
+    target.backend.resume = full
     source, always = kit.source(tiny(seed=1)), SyncPolicy(release_kv=ReleaseKV.ALWAYS)
     report = await failed(manager.update_weights(source, Version(0, 1), policy=always))
     assert report.outcomes[0].outcome is Outcome.FENCED
     assert (await target.status()).is_paused
-    target.backend.resume_kv_cache = original
+    target.backend.resume = original
     await manager.update_weights(source, Version(0, 1))  # a policy that releases nothing itself
     assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(tiny(seed=1), PROMPT)
 

@@ -133,7 +133,7 @@ class KVStash:
 
     def save(self, sequence: Sequence, kv: torch.Tensor) -> None:
         """Append one sequence's KV [layers, 2, tokens, heads, head_dim]."""
-        data = memoryview(as_bytes(kv.contiguous()).numpy())
+        data = memoryview(as_bytes(kv.contiguous()).numpy().data)
         try:
             self._file.seek(self.nbytes)
             self._file.write(data)
