@@ -16,7 +16,11 @@ KEY := $(shell { echo '$(TORCH)|$(PYTHON)|$(CURDIR)|$(HOTBUNK_PURE)'; find pypro
 	-not -name cmake_install.cmake -print | sort | xargs sha256sum; } | sha256sum | cut -c1-16)
 STAMP := .venv/.made-from-$(KEY)
 
-.PHONY: help venv test check lint types layers format demo wheel clean
+# An engine of engines/*.txt, in an environment of its own beside .venv.
+ENGINE ?= vllm
+ENGINE_BIN := .venv-$(ENGINE)/bin
+
+.PHONY: help venv test check lint types layers format demo wheel clean engine-venv engine-bin test-engines
 
 help:
 	@echo 'make venv    the environment in .venv, with an editable install'
@@ -26,6 +30,11 @@ help:
 	@echo 'make demo    a short training run into runs/demo'
 	@echo 'make wheel   sdist and wheels into dist/, each installed and tried in a bare environment'
 	@echo 'make clean   remove what the others made'
+	@echo
+	@echo 'with a real engine (ENGINE=vllm):'
+	@echo 'make engine-venv    its environment, .venv-ENGINE; what it needs is kept outside the checkout'
+	@echo 'make test-engines   the tests of its adapter, with the conformance suite'
+	@echo 'make -s engine-bin  the path of the hotbunk command that has it'
 
 venv: $(STAMP)
 	@:
@@ -62,8 +71,20 @@ demo: venv
 wheel: venv
 	bash scripts/check_wheel.sh
 
+engine-venv: venv
+	@bash scripts/engine_venv.sh '$(ENGINE)'
+
+engine-bin:
+	@$(MAKE) --no-print-directory engine-venv >&2
+	@echo '$(CURDIR)/$(ENGINE_BIN)/hotbunk'
+
+# One OpenMP thread: with two, each waits for the other whenever something else wants a core.
+test-engines: export OMP_NUM_THREADS = 1
+test-engines: engine-venv
+	$(ENGINE_BIN)/pytest tests/engines/$(ENGINE) $(PYTEST_ARGS)
+
 clean:
-	rm -rf .venv build dist src/hotbunk/_native
+	rm -rf .venv .venv-* build dist src/hotbunk/_native
 	rm -rf csrc/.cmake csrc/CMakeCache.txt csrc/CMakeFiles csrc/CMakeInit.txt csrc/cmake_install.cmake csrc/build.ninja \
 		csrc/Makefile csrc/.ninja_deps csrc/.ninja_log csrc/.skbuild-info.json csrc/install_manifest*.txt
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .benchmarks

@@ -6,6 +6,7 @@ pass for fresh ones; these are scaled until they do not, and :func:`distinct` ch
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,31 @@ def save_model(family: str, version: int, directory: Path, *, tied: bool = False
     """The version as a model directory (config.json and safetensors)."""
     make_model(family, version, tied=tied).save_pretrained(directory)
     return directory
+
+
+def make_adapter(model: Any, name: str, version: int, rank: int = 4) -> dict[str, torch.Tensor]:
+    """An adapter on some of a model's layers, as PEFT names its tensors; scale 1."""
+    with torch.random.fork_rng():
+        torch.manual_seed(sum(name.encode()) * 1000 + version)
+        tensors: dict[str, torch.Tensor] = {}
+        for path, layer in model.named_modules():
+            if path.rsplit(".", 1)[-1] in ("q_proj", "v_proj", "down_proj"):
+                at = f"base_model.model.{path}"
+                tensors[f"{at}.lora_A.weight"] = torch.randn(rank, layer.in_features)
+                tensors[f"{at}.lora_B.weight"] = torch.randn(layer.out_features, rank) * 0.3
+    return tensors
+
+
+@torch.no_grad()
+def merged(model: Any, adapter: dict[str, torch.Tensor]) -> Any:
+    """A copy of the model with the adapter in its weights: the oracle for adapters."""
+    copied = copy.deepcopy(model)
+    layers = dict(copied.named_modules())
+    for name, a in adapter.items():
+        if ".lora_A." in name:
+            path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            layers[path].weight += adapter[name.replace(".lora_A.", ".lora_B.")] @ a
+    return copied
 
 
 @torch.inference_mode()

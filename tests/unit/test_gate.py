@@ -68,7 +68,7 @@ async def test_waiting_ends_at_the_deadline_with_a_reason() -> None:
     entry, passing = enter(gate)
     assert await passing is False
     assert asyncio.get_running_loop().time() == pytest.approx(10)
-    last = entry.ended(Version(0, 1))
+    last = next(entry.ended(Version(0, 1)))
     assert last.finish_reason is FinishReason.ABORT
     assert last.retryable
     assert "10 s" in last.error
@@ -99,7 +99,7 @@ async def test_letting_go_is_at_once_and_final(opens_first: bool) -> None:
     gate.let_go("gone", Stage.HELD)
     gate.drop(CALLER)
     assert await passing is False
-    assert entry.ended(Version()).error == "gone"
+    assert next(entry.ended(Version())).error == "gone"
     assert asyncio.get_running_loop().time() == pytest.approx(1)
 
 
@@ -116,7 +116,7 @@ async def test_letting_go_chooses_by_stage_and_id() -> None:
         "b": False,
         "c": False,
     }
-    assert not entries["a"][0].ended(Version()).retryable
+    assert not next(entries["a"][0].ended(Version())).retryable
     for _, task in entries.values():
         task.cancel()
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from hotbunk.checkpoint_engine.source import specs_of
-from hotbunk.conformance.kit import greedy, make_model, save_model
+from hotbunk.conformance.kit import greedy, make_adapter, make_model, merged, save_model
 from hotbunk.conformance.under_test import BackendUnderTest, Tensors
 from hotbunk.rollout.backends.reference.engine import ReferenceEngine
-from hotbunk.rollout.contract import TARGET, Engine, Tag
+from hotbunk.rollout.contract import ADAPTER_PREFIX, TARGET, Engine, Tag
 from hotbunk.rollout.kernels import as_bytes
 from hotbunk.rollout.memory import Survival
 from hotbunk.rollout.registry import create_backend
@@ -40,6 +40,8 @@ class ReferenceUnderTest(BackendUnderTest):
         self.engine: ReferenceEngine
         # Goldens and weights are asked for again and again; they never change.
         self._model = cache(lambda version: make_model(family, version, tied=tied))
+        self._adapter = cache(lambda name, v: make_adapter(self._model(0), name, v))
+        self._merged = cache(lambda v, name, av: merged(self._model(v), self._adapter(name, av)))
         self._golden = cache(lambda prompt, version, n: greedy(self._model(version), prompt, n))
 
     async def start(self) -> Engine:
@@ -55,11 +57,27 @@ class ReferenceUnderTest(BackendUnderTest):
             for spec in specs_of(named.items(), TARGET).values()
         ]
 
+    def adapter(self, name: str, version: int) -> Tensors:
+        tensors = self._adapter(name, version)
+        group = ADAPTER_PREFIX + name
+        return [
+            (spec, bytes(as_bytes(tensors[spec.name]).tolist()))
+            for spec in specs_of(tensors.items(), group).values()
+        ]
+
+    def adapter_golden(
+        self, prompt: Sequence[int], version: int, name: str, adapter_version: int, n: int
+    ) -> list[int]:
+        model = self._merged(version, name, adapter_version)
+        return greedy(model, prompt, n)
+
     def golden(self, prompt: Sequence[int], version: int, n: int) -> list[int]:
         return list(self._golden(tuple(prompt), version, n))
 
     def read_weight(self, name: str) -> bytes:
-        tensor: torch.Tensor = self.engine._runner.binding.tensor(name)
+        runner = self.engine._runner
+        adapters = {key.partition("/")[2]: t for key, t in runner.adapters.tensors().items()}
+        tensor: torch.Tensor = adapters[name] if name in adapters else runner.binding.tensor(name)
         return bytes(as_bytes(tensor.contiguous()).tolist())
 
     def resident(self, tag: Tag) -> int:
