@@ -47,7 +47,7 @@ from hotbunk.rollout.fingerprint import KIND
 from hotbunk.rollout.gate import SYNC
 from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.lifecycle import KV, Weights
-from hotbunk.rollout.replica import Health, ReplicaStatus
+from hotbunk.rollout.status import Health, ReplicaStatus
 
 log = logging.getLogger(__name__)
 LetGo = Callable[[], Awaitable[None]]

@@ -89,6 +89,11 @@ class Deployment(StrEnum):
     STANDALONE = "standalone"  # with nobody: sleep does nothing
 
 
+def digest_name(group: str, name: str) -> str:
+    """What :meth:`Inspect.digest` calls a tensor: an adapter's carries the adapter's name."""
+    return f"{group}/{name}" if group.startswith(ADAPTER_PREFIX) else name
+
+
 def parse_tags(tags: Collection[str] | None) -> tuple[Tag, ...]:
     """``None`` is every tag, ``[]`` is none; order and repetition do not matter.
 
@@ -708,7 +713,10 @@ class Inspect(Protocol):
         ...
 
     async def digest(self, names: Collection[str] | None = None) -> Digests:
-        """Fingerprints of all state (or of ``names``) as it lies on the device."""
+        """Fingerprints of all state (or of ``names``) as it lies on the device.
+
+        Names are those of :func:`digest_name`.
+        """
         ...
 
     async def memory(self) -> MemoryReport:

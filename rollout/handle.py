@@ -25,7 +25,8 @@ from hotbunk.rollout.contract import (
     Version,
 )
 from hotbunk.rollout.gate import CALLER
-from hotbunk.rollout.replica import Replica, ReplicaStatus
+from hotbunk.rollout.replica import Replica
+from hotbunk.rollout.status import ReplicaStatus
 
 
 class ReplicaHandle(Protocol):

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
-from enum import StrEnum
+from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeVar
 
 import msgspec
@@ -35,8 +34,6 @@ from hotbunk.rollout.contract import (
     PauseReport,
     Retention,
     Scope,
-    ScopeKind,
-    Support,
     Tag,
     Ticket,
     TokenChunk,
@@ -46,64 +43,13 @@ from hotbunk.rollout.contract import (
     parse_tags,
 )
 from hotbunk.rollout.gate import CALLER, SLEEP, Entry, Gate, Stage
-from hotbunk.rollout.lifecycle import KV, Residency, Weights, groups_of
+from hotbunk.rollout.lifecycle import Residency, Weights
+from hotbunk.rollout.quiesce import EnginePauses
 from hotbunk.rollout.registry import open_transfer
-from hotbunk.rollout.watch import WatchedTransfer
+from hotbunk.rollout.status import Deadlines, Health, PauseInfo, ReplicaStatus, TimelineEvent
+from hotbunk.rollout.updates import Updates
 
 T = TypeVar("T")
-
-
-class Health(StrEnum):
-    """Whether anything can be asked of a replica."""
-
-    OK = "ok"
-    POISONED = "poisoned"  # a full update heals it
-    LOST = "lost"  # only a restart heals it
-
-
-class Deadlines(msgspec.Struct, frozen=True):
-    """Seconds each kind of step may take. ``hold`` is how long a request waits at the gate."""
-
-    hold: float = 600.0
-    drain: float = 60.0
-    memory: float = 120.0
-    update: float = 600.0
-    inspect: float = 2.0
-    grace: float = 5.0  # for a cancelled engine call to come back before the engine is lost
-
-
-class PauseInfo(msgspec.Struct, frozen=True):
-    """A pause that is held, as status tells it."""
-
-    owner: str
-    mode: PauseMode
-    seconds: float
-
-
-class ReplicaStatus(msgspec.Struct, frozen=True):
-    """One coherent snapshot of what a replica knows, and what its engine answered."""
-
-    name: str
-    health: Health
-    groups: Mapping[str, str]
-    versions: Mapping[str, Version]
-    kv: KV
-    pauses: tuple[PauseInfo, ...]
-    held: tuple[str, ...]
-    running: tuple[str, ...]
-    is_paused: bool
-    is_sleeping: bool
-    servable: bool
-    backend: BackendStatus
-
-
-class TimelineEvent(msgspec.Struct, frozen=True):
-    """One verb that ended: seconds on ``time.perf_counter``'s clock."""
-
-    name: str
-    start: float
-    seconds: float
-    error: str = ""
 
 
 class Replica:
@@ -129,13 +75,10 @@ class Replica:
         self._gate = Gate(self.deadlines.hold)
         self._lock = asyncio.Lock()
         self._lost = ""
-        self._sleep_level: int | None = None
-        self._engine_open = True  # the engine may start steps
-        self._quiet = False  # its last pause came to an end: no step runs
-        self._pausing = 0  # engine pauses under way
-        self._opening: asyncio.Event | None = None  # set when the engine's resume has ended
-        self._updating: frozenset[str] = frozenset()  # half-written, and on its way to whole
-        self._fingerprints: dict[str, dict[str, int]] = {}  # group -> name -> what was sent
+        self._pauses = EnginePauses(
+            backend, self._gate, self.deadlines, self._call, self._may_open, self.timeline.append
+        )
+        self._updates: Updates
         self._residency: Residency
 
     @property
@@ -156,8 +99,9 @@ class Replica:
             fed=fed,
             retentions=caps.retentions,
         )
+        self._updates = Updates(self.backend, self._residency, self.deadlines, self._call)
         if not self._residency.servable():
-            await self._quiesce("start", None)  # an engine without content starts no step
+            await self._pauses.quiesce("start", None)  # an engine without content starts no step
 
     async def close(self) -> None:
         """End every request, then the backend. Idempotent."""
@@ -232,7 +176,12 @@ class Replica:
         transfer = open_transfer(source) if isinstance(source, Ticket) else source
         try:
             async with self._exclusive("update_weights", deadline=deadline):
-                return await self._update(transfer, version, scope, deadline)
+                groups = self._updates.check(transfer.manifest, version, scope)
+                skipped = await self._updates.already_there(groups, scope, version)
+                if skipped is not None:
+                    await transfer.decline()
+                    return skipped
+                return await self._update(transfer, groups, deadline)
         except BaseException as error:
             await transfer.abort(error)
             raise
@@ -298,14 +247,18 @@ class Replica:
         self._check_alive()
         self._gate.hold(owner, mode, clear_cache, reject)
         began = time.perf_counter()
-        drains = mode is not PauseMode.WAIT or await self._may_drain(deadline)
+        with self._located():
+            drains = mode is not PauseMode.WAIT or await self._pauses.may_drain(
+                self._lock, deadline
+            )
         # What is frozen over missing content stays frozen: it cannot be let finish.
         how = mode if drains else PauseMode.KEEP
         report = None
         if owner in self._gate.pauses:
-            report = await self._pause_engine("pause", how, clear_cache, deadline)
+            with self._located():
+                report = await self._pauses.pause("pause", how, clear_cache, deadline)
         if report is None or owner not in self._gate.pauses:
-            await self._reopen()
+            await self._pauses.reopen()
             raise errors.SessionError(
                 f"{owner} resumed generation before its pause was complete", where=self.name
             )
@@ -316,7 +269,7 @@ class Replica:
     async def resume_generation(self, *, owner: str = CALLER) -> None:
         """End the owner's pause. Generation opens when no owner holds one."""
         self._gate.drop(owner)
-        await self._reopen()
+        await self._pauses.reopen()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> AbortReport:
         """End requests wherever they are: held, running or frozen. Never waits for a verb."""
@@ -382,7 +335,6 @@ class Replica:
             if not slept:
                 await self.resume_generation(owner=SLEEP)
             raise
-        self._sleep_level = max(level, self._sleep_level or 0)
         return report
 
     async def wake_up(self, tags: Collection[str] | None = None) -> MemoryReport:
@@ -450,8 +402,8 @@ class Replica:
         status = await self.status()
         if self._lost or self._lock.locked() or status.backend.busy:
             return
-        assert not self._engine_open or not self._gate.closed, "engine open behind a closed gate"
-        assert not self._engine_open or status.servable, "engine open without content"
+        assert not self._pauses.open or not self._gate.closed, "engine open behind a closed gate"
+        assert not self._pauses.open or status.servable, "engine open without content"
         resident = {
             n: s.version for n, s in self._residency.groups.items() if s.state is Weights.RESIDENT
         }
@@ -467,7 +419,7 @@ class Replica:
         return self._residency.versions().get(TARGET, Version())
 
     def _poisoned(self) -> frozenset[str]:
-        return self._residency.poisoned() - self._updating
+        return self._residency.poisoned() - self._updates.under_way
 
     def _is_poisoned_for(self, request: GenerateRequest) -> bool:
         own = f"{ADAPTER_PREFIX}{request.adapter}"
@@ -509,6 +461,16 @@ class Replica:
         if self._lost:
             raise errors.ReplicaLost(self._lost, where=self.name, remedy="restart the engine")
 
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Errors say which replica they are about."""
+        try:
+            yield
+        except errors.HotbunkError as error:
+            if self.name not in error.where:
+                error.at(self.name)
+            raise
+
     def _require(self, verb: str) -> None:
         ability = getattr(self.capabilities, verb)
         if not ability:
@@ -538,111 +500,23 @@ class Replica:
             self._check_alive()
             if quiesce:
                 self._gate.hold(owner, PauseMode.WAIT, clear_cache=False)
-                await self._quiesce(verb, deadline)
+                await self._pauses.quiesce(verb, deadline)
             yield
         except errors.HotbunkError as error:
             failure = type(error).__name__
-            raise error if self.name in error.where else error.at(self.name)  # noqa: B904 - the same error
+            if self.name not in error.where:
+                error.at(self.name)
+            raise
         finally:
             self._gate.drop(owner)
             self._lock.release()
             self.timeline.append(TimelineEvent(verb, began, time.perf_counter() - began, failure))
-            await self._reopen()
-
-    async def _quiesce(self, verb: str, deadline: float | None) -> None:
-        if self._standing_still():
-            return
-        # A caller's keep that is under way must not be turned into a drain by our own pause.
-        keep = any(pause.mode is PauseMode.KEEP for pause in self._gate.pauses.values())
-        mode = PauseMode.KEEP if keep else PauseMode.WAIT
-        await self._pause_engine(verb, mode, False, deadline)
-
-    def _standing_still(self) -> bool:
-        return self._quiet and self._pausing == 0
-
-    async def _may_drain(self, deadline: float | None) -> bool:
-        """Whether a drain would compute from whole content, once no verb is in progress.
-
-        :raises DeadlineExceeded: the verb in progress did not end in time.
-        """
-        if not self._standing_still() or not self._gate.ids(Stage.RUNNING):
-            return True  # nothing that stands would go on
-        limit = self.deadlines.drain if deadline is None else deadline
-        try:
-            async with asyncio.timeout(limit), self._lock:
-                return self._residency.servable()
-        except TimeoutError:
-            raise errors.DeadlineExceeded(
-                "the verb before a drain", limit, where=self.name
-            ) from None
-
-    async def _pause_engine(
-        self, verb: str, mode: PauseMode, clear_cache: bool, deadline: float | None
-    ) -> PauseReport:
-        limit = self.deadlines.drain if deadline is None else deadline
-        while self._opening is not None:  # a resume must not overtake the pause after it
-            await self._opening.wait()
-        clear_cache = clear_cache or self._gate.clear_cache
-        self._engine_open = self._quiet = False
-        self._pausing += 1
-        if mode is PauseMode.WAIT:
-            self._gate.thaw()
-        began = time.perf_counter()
-        try:
-            native = self.capabilities.pause[mode].support is Support.NATIVE
-            if mode is PauseMode.WAIT and not native:
-                report = await self._call(verb, self._pause_at_gate(mode, clear_cache), limit)
-            else:
-                coro = self.backend.pause_generation(mode, clear_cache=clear_cache)
-                report = await self._call(verb, coro, limit)
-        except errors.DeadlineExceeded as error:
-            raise errors.RequestsInFlight(
-                self._gate.ids(Stage.RUNNING), verb, limit, where=self.name
-            ) from error
-        finally:
-            self._pausing -= 1
-        self._quiet = not self._engine_open  # unless it was opened again meanwhile
-        if mode is PauseMode.KEEP:
-            self._gate.freeze()
-        self.timeline.append(
-            TimelineEvent(f"pause({mode.value})", began, time.perf_counter() - began)
-        )
-        return report
-
-    async def _pause_at_gate(self, mode: PauseMode, clear_cache: bool) -> PauseReport:
-        """WAIT for an engine that cannot drain by itself: admission is shut, so what runs ends."""
-        before = self._gate.ids(Stage.RUNNING)
-        await self.backend.resume_generation()  # frozen requests finish, too
-        await self._gate.drained()
-        still = PauseMode.ABORT if self.capabilities.pause[PauseMode.ABORT] else PauseMode.KEEP
-        await self.backend.pause_generation(still, clear_cache=clear_cache)
-        return PauseReport(mode, finished=before, cleared_cache=clear_cache)
-
-    async def _reopen(self) -> None:
-        """Let the engine run if nobody holds it and there is something to run."""
-        if self._gate.closed or self._engine_open or self._lost:
-            return
-        if not self._residency.servable():
-            return  # frozen requests stay frozen; new ones are told what is missing
-        self._engine_open, self._quiet = True, False
-        self._gate.thaw()
-        opening = self._opening = asyncio.Event()
-        try:
-            await self._call(
-                "resume_generation", self.backend.resume_generation(), self.deadlines.drain
-            )
-        except BaseException:
-            self._engine_open = False  # the next chance to open is taken
-            raise
-        finally:
-            self._opening = None
-            opening.set()
+            await self._pauses.reopen()
 
     async def _resume(self, tags: Collection[Tag]) -> MemoryReport:
         report = await self._memory_verb("resume", self.backend.resume(tags))
         self._residency.resumed(tags)
         if self._residency.mapped() == frozenset(Tag):
-            self._sleep_level = None
             self._gate.drop(SLEEP)
         return report
 
@@ -686,35 +560,10 @@ class Replica:
         return msgspec.structs.replace(report, seconds=time.perf_counter() - began)
 
     async def _update(
-        self, transfer: Transfer, version: Version, scope: Scope, deadline: float | None
+        self, transfer: Transfer, groups: frozenset[str], deadline: float | None
     ) -> UpdateReport:
-        manifest = transfer.manifest
-        if manifest.version != version or manifest.scope != scope:
-            raise errors.SessionError(
-                f"asked for version {version} ({scope.kind.value}) and offered "
-                f"{manifest.version} ({manifest.scope.kind.value})"
-            )
-        if scope.kind in (ScopeKind.PARTIAL, ScopeKind.ADAPTER, ScopeKind.DELTA):
-            self._require(scope.kind.value)
-        groups = groups_of(scope, (spec.group for spec in manifest.tensors))
-        self._residency.check_offer(groups, scope, version)
-        skipped = await self._already_there(groups, scope, version)
-        if skipped is not None:
-            await transfer.decline()
-            return skipped
-        watched = WatchedTransfer(transfer, lambda: self._residency.written(groups))
-        limit = self.deadlines.update if deadline is None else deadline
-        began = time.perf_counter()
         try:
-            self._updating = groups
-            coro = self.backend.update_weights(watched, version=version, scope=scope)
-            report = await self._call("update_weights", coro, limit)
-            if report.applied != len(manifest.tensors) or not watched.committed:
-                raise errors.UpdateFailed(
-                    f"the engine applied {report.applied} of {len(manifest.tensors)} tensors"
-                    + ("" if watched.committed else " and never voted to commit")
-                )
-            self._residency.committed(groups, version)
+            return await self._updates.run(transfer, groups, deadline)
         except BaseException:
             broken = self._residency.poisoned() & groups
             if broken:
@@ -722,35 +571,9 @@ class Replica:
                     "the replica was poisoned by a failed update", ids=self._gate.users_of(broken)
                 )
             raise
-        finally:
-            self._updating = frozenset()
-        for spec in manifest.tensors:
-            of_group = self._fingerprints.setdefault(spec.group, {})
-            for name in spec.names:
-                of_group.pop(name, None)
-            if spec.name in watched.expected:
-                of_group[spec.name] = watched.expected[spec.name]
-        seconds = time.perf_counter() - began
-        return msgspec.structs.replace(report, groups=tuple(sorted(groups)), seconds=seconds)
 
-    async def _already_there(
-        self, groups: Collection[str], scope: Scope, version: Version
-    ) -> UpdateReport | None:
-        """A report if this very version is resident and its bytes still are what was sent."""
-        held = [self._residency.groups.get(name) for name in groups]
-        if scope.kind not in (ScopeKind.FULL, ScopeKind.ADAPTER) or not all(
-            s is not None and s.state is Weights.RESIDENT and s.version == version for s in held
-        ):
-            return None
-        verified = "none"
-        sent = {n: value for g in groups for n, value in self._fingerprints.get(g, {}).items()}
-        if sent and self.capabilities.digest:
-            coro = self.backend.digest(tuple(sent))
-            found = await self._call("digest", coro, self.deadlines.memory)
-            if dict(found.values) != sent:
-                return None  # content changed under its label: take the transfer
-            verified = "applied"
-        return UpdateReport(version, skipped=True, verified=verified, groups=tuple(sorted(groups)))
+    def _may_open(self) -> bool:
+        return not self._lost and self._residency.servable()
 
     async def _call(self, verb: str, coro: Awaitable[T], seconds: float) -> T:
         try:

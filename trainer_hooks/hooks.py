@@ -18,7 +18,7 @@ from hotbunk.checkpoint_engine.source import WeightSource
 from hotbunk.rollout.contract import Version
 from hotbunk.rollout.errors import SessionError
 from hotbunk.rollout.lifecycle import KV, Weights
-from hotbunk.rollout.replica import ReplicaStatus
+from hotbunk.rollout.status import ReplicaStatus
 
 
 class TrainerShare(Protocol):

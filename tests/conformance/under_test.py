@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from hotbunk.rollout.contract import Engine, Tag, TensorSpec
-from hotbunk.rollout.replica import Deadlines
+from hotbunk.rollout.status import Deadlines
 
 Tensors = list[tuple[TensorSpec, bytes]]
 

@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from hotbunk.checkpoint_engine.source import TensorSource, module_source  # noqa: E402
-from hotbunk.rollout.contract import (  # noqa: E402
+from hotbunk.checkpoint_engine.source import TensorSource, module_source
+from hotbunk.rollout.contract import (
     Completion,
     GenerateRequest,
     Sampling,
     TokenChunk,
     collect,
 )
-from hotbunk.rollout.registry import create_backend  # noqa: E402
-from hotbunk.rollout.replica import Deadlines, Replica  # noqa: E402
-from hotbunk.trainer_hooks.recipes.models import build_tiny, load_model  # noqa: E402
+from hotbunk.rollout.registry import create_backend
+from hotbunk.rollout.replica import Replica
+from hotbunk.rollout.status import Deadlines
+from hotbunk.trainer_hooks.recipes.models import build_tiny, load_model
 
 _numbers = itertools.count()
 

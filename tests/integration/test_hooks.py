@@ -8,22 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from hotbunk.checkpoint_engine.manager import CheckpointEngineManager  # noqa: E402
-from hotbunk.checkpoint_engine.source import module_source  # noqa: E402
-from hotbunk.checkpoint_engine.transports.naive import NaiveTransport  # noqa: E402
-from hotbunk.rollout import errors  # noqa: E402
-from hotbunk.rollout.contract import Tag, Version  # noqa: E402
-from hotbunk.rollout.handle import LocalHandle  # noqa: E402
-from hotbunk.rollout.memory import HostPool  # noqa: E402
-from hotbunk.rollout.replica import Health  # noqa: E402
-from hotbunk.trainer_hooks.hooks import TrainerHooks  # noqa: E402
-from hotbunk.trainer_hooks.recipes.models import load_model  # noqa: E402
-from hotbunk.trainer_hooks.share import PooledTrainer  # noqa: E402
+from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
+from hotbunk.checkpoint_engine.source import module_source
+from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
+from hotbunk.rollout import errors
+from hotbunk.rollout.contract import Tag, Version
+from hotbunk.rollout.handle import LocalHandle
+from hotbunk.rollout.memory import HostPool
+from hotbunk.rollout.replica import Health
+from hotbunk.trainer_hooks.hooks import TrainerHooks
+from hotbunk.trainer_hooks.recipes.models import load_model
+from hotbunk.trainer_hooks.share import PooledTrainer
 
 pytestmark = pytest.mark.anyio
 PROMPT = [5, 6, 7, 8]

@@ -6,26 +6,25 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from hotbunk.checkpoint_engine.manager import CheckpointEngineManager  # noqa: E402
-from hotbunk.checkpoint_engine.policy import (  # noqa: E402
+from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
+from hotbunk.checkpoint_engine.policy import (
     Outcome,
     ReplicaOutcome,
     SyncPolicy,
     SyncReport,
     Verify,
 )
-from hotbunk.checkpoint_engine.source import state_dict_source  # noqa: E402
-from hotbunk.checkpoint_engine.transports.naive import NaiveTransport  # noqa: E402
-from hotbunk.rollout import errors  # noqa: E402
-from hotbunk.rollout.contract import (  # noqa: E402
+from hotbunk.checkpoint_engine.source import state_dict_source
+from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
+from hotbunk.rollout import errors
+from hotbunk.rollout.contract import (
     PauseMode,
     Version,
 )
-from hotbunk.rollout.handle import LocalHandle  # noqa: E402
-from hotbunk.rollout.replica import Replica  # noqa: E402
+from hotbunk.rollout.handle import LocalHandle
+from hotbunk.rollout.replica import Replica
 
 pytestmark = pytest.mark.anyio
 SMALL = SyncPolicy(bucket_bytes=10_000)

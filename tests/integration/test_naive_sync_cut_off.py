@@ -9,23 +9,22 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from hotbunk.checkpoint_engine.manager import CheckpointEngineManager  # noqa: E402
-from hotbunk.checkpoint_engine.policy import (  # noqa: E402
+from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
+from hotbunk.checkpoint_engine.policy import (
     Outcome,
     SyncPolicy,
     SyncReport,
 )
-from hotbunk.checkpoint_engine.transports.naive import NaiveTransport  # noqa: E402
-from hotbunk.rollout import errors  # noqa: E402
-from hotbunk.rollout.contract import (  # noqa: E402
+from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
+from hotbunk.rollout import errors
+from hotbunk.rollout.contract import (
     Tag,
     Version,
 )
-from hotbunk.rollout.handle import LocalHandle  # noqa: E402
-from hotbunk.rollout.memory import HostPool  # noqa: E402
-from hotbunk.rollout.replica import Health, Replica  # noqa: E402
+from hotbunk.rollout.handle import LocalHandle
+from hotbunk.rollout.memory import HostPool
+from hotbunk.rollout.replica import Replica
+from hotbunk.rollout.status import Health
 
 pytestmark = pytest.mark.anyio
 PROMPT = [5, 6, 7, 8]

@@ -7,21 +7,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from hotbunk.checkpoint_engine.bucket import Packer  # noqa: E402
-from hotbunk.checkpoint_engine.manager import CheckpointEngineManager  # noqa: E402
-from hotbunk.checkpoint_engine.policy import (  # noqa: E402
+from hotbunk.checkpoint_engine.bucket import Packer
+from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
+from hotbunk.checkpoint_engine.policy import (
     Outcome,
     ReplicaOutcome,
     SyncPolicy,
     SyncReport,
 )
-from hotbunk.checkpoint_engine.source import state_dict_source  # noqa: E402
-from hotbunk.checkpoint_engine.transports.naive import NaiveTransport  # noqa: E402
-from hotbunk.rollout import errors  # noqa: E402
-from hotbunk.rollout.contract import (  # noqa: E402
+from hotbunk.checkpoint_engine.source import state_dict_source
+from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
+from hotbunk.rollout import errors
+from hotbunk.rollout.contract import (
     FinishReason,
     PauseMode,
     Retention,
@@ -29,8 +28,9 @@ from hotbunk.rollout.contract import (  # noqa: E402
     Version,
     collect,
 )
-from hotbunk.rollout.handle import LocalHandle  # noqa: E402
-from hotbunk.rollout.replica import Deadlines, Health, Replica  # noqa: E402
+from hotbunk.rollout.handle import LocalHandle
+from hotbunk.rollout.replica import Replica
+from hotbunk.rollout.status import Deadlines, Health
 
 pytestmark = pytest.mark.anyio
 SMALL = SyncPolicy(bucket_bytes=10_000)

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from hotbunk.checkpoint_engine.manager import CheckpointEngineManager  # noqa: E402
-from hotbunk.checkpoint_engine.policy import (  # noqa: E402
+from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
+from hotbunk.checkpoint_engine.policy import (
     Outcome,
     ReleaseKV,
     SyncPolicy,
     SyncReport,
 )
-from hotbunk.checkpoint_engine.source import module_source  # noqa: E402
-from hotbunk.checkpoint_engine.transports.naive import NaiveTransport  # noqa: E402
-from hotbunk.rollout import errors  # noqa: E402
-from hotbunk.rollout.contract import (  # noqa: E402
+from hotbunk.checkpoint_engine.source import module_source
+from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
+from hotbunk.rollout import errors
+from hotbunk.rollout.contract import (
     Deployment,
     PauseMode,
     Retention,
     Tag,
     Version,
 )
-from hotbunk.rollout.handle import LocalHandle  # noqa: E402
-from hotbunk.rollout.memory import HostPool  # noqa: E402
-from hotbunk.rollout.replica import Replica  # noqa: E402
-from hotbunk.trainer_hooks.recipes.models import build_tiny, load_model  # noqa: E402
-from hotbunk.trainer_hooks.share import PooledTrainer  # noqa: E402
+from hotbunk.rollout.handle import LocalHandle
+from hotbunk.rollout.memory import HostPool
+from hotbunk.rollout.replica import Replica
+from hotbunk.trainer_hooks.recipes.models import build_tiny, load_model
+from hotbunk.trainer_hooks.share import PooledTrainer
 
 pytestmark = pytest.mark.anyio
 PROMPT = [5, 6, 7, 8]
@@ -277,25 +277,37 @@ async def test_the_event_loop_never_stalls_during_a_sync_h11(
     model = build_tiny(tmp_path / "bigger", hidden=512, layers=6, heads=8)
     target = await replica(model)
     manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport())
-    clock, gaps, syncing = asyncio.get_running_loop().time, list[float](), True
+    clock = asyncio.get_running_loop().time
 
-    async def watch() -> None:
-        last = clock()
-        while syncing:
+    class Gathering:
+        """A source whose gather takes longer than a loop may stand still."""
+
+        def specs(self) -> Any:
+            return kit.source(model).specs()
+
+        def tensors(self) -> Iterator[Any]:
+            time.sleep(0.3)
+            yield from kit.source(model).tensors()
+
+    async def longest_gap(syncing: asyncio.Event) -> float:
+        last, longest = clock(), 0.0
+        while not syncing.is_set():
             await asyncio.sleep(0.005)
             now = clock()
-            gaps.append(now - last)
-            last = now
+            longest, last = max(longest, now - last), now
+        return longest
 
-    watching = asyncio.ensure_future(watch())
-    for step in (1, 2):
+    stalls = []
+    for step in range(1, 5):
         await manager.sleep_replicas()
-        report = await manager.update_weights(kit.source(model), Version(0, step))
-    syncing = False
-    await watching
-    assert report.nbytes > 50 << 20
-    assert len(gaps) > 10
-    assert max(gaps) < 0.2
+        done = asyncio.Event()
+        watching = asyncio.ensure_future(longest_gap(done))
+        report = await manager.update_weights(Gathering(), Version(0, step))
+        done.set()
+        stalls.append(await watching)
+        assert report.nbytes > 50 << 20
+    # What a sync does to the loop it does every time; a busy machine does not.
+    assert min(stalls) < 0.2, stalls
 
 
 async def test_a_sync_waits_for_nobody_under_keep_and_release(

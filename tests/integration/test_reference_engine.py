@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from hotbunk.checkpoint_engine.manager import CheckpointEngineManager  # noqa: E402
-from hotbunk.checkpoint_engine.transports.naive import NaiveTransport  # noqa: E402
-from hotbunk.rollout import errors  # noqa: E402
-from hotbunk.rollout.contract import (  # noqa: E402
+from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
+from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
+from hotbunk.rollout import errors
+from hotbunk.rollout.contract import (
     FinishReason,
     GenerateRequest,
     PauseMode,
@@ -22,7 +21,7 @@ from hotbunk.rollout.contract import (  # noqa: E402
     Version,
     collect,
 )
-from hotbunk.rollout.handle import LocalHandle  # noqa: E402
+from hotbunk.rollout.handle import LocalHandle
 
 pytestmark = pytest.mark.anyio
 CHUNKED = {"max_num_batched_tokens": 24, "kv_cache_tokens": 4096, "block_size": 8}

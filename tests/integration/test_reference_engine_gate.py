@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from hotbunk.checkpoint_engine.source import WeightSource  # noqa: E402
-from hotbunk.checkpoint_engine.transports.naive import NaiveTransport  # noqa: E402
-from hotbunk.rollout import errors  # noqa: E402
-from hotbunk.rollout.contract import (  # noqa: E402
+from hotbunk.checkpoint_engine.source import WeightSource
+from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
+from hotbunk.rollout import errors
+from hotbunk.rollout.contract import (
     FULL,
     Manifest,
     Retention,
@@ -21,9 +19,9 @@ from hotbunk.rollout.contract import (  # noqa: E402
     Version,
     collect,
 )
-from hotbunk.rollout.fingerprint import KIND  # noqa: E402
-from hotbunk.rollout.registry import open_transfer  # noqa: E402
-from hotbunk.rollout.replica import Health  # noqa: E402
+from hotbunk.rollout.fingerprint import KIND
+from hotbunk.rollout.registry import open_transfer
+from hotbunk.rollout.replica import Health
 
 pytestmark = pytest.mark.anyio
 

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
-from hotbunk.checkpoint_engine.source import WeightSource  # noqa: E402
-from hotbunk.checkpoint_engine.transports.naive import NaiveTransport  # noqa: E402
-from hotbunk.rollout import errors  # noqa: E402
-from hotbunk.rollout.contract import (  # noqa: E402
+from hotbunk.checkpoint_engine.source import WeightSource
+from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
+from hotbunk.rollout import errors
+from hotbunk.rollout.contract import (
     FULL,
     FinishReason,
     Manifest,
@@ -26,9 +24,9 @@ from hotbunk.rollout.contract import (  # noqa: E402
     Version,
     collect,
 )
-from hotbunk.rollout.fingerprint import KIND  # noqa: E402
-from hotbunk.rollout.registry import create_backend, open_transfer  # noqa: E402
-from hotbunk.rollout.replica import Health  # noqa: E402
+from hotbunk.rollout.fingerprint import KIND
+from hotbunk.rollout.registry import create_backend, open_transfer
+from hotbunk.rollout.replica import Health
 
 pytestmark = pytest.mark.anyio
 

@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-
-from torch import nn  # noqa: E402
-
-from hotbunk.rollout.binding import ModuleBinding, dtype_from, dtype_name  # noqa: E402
-from hotbunk.rollout.contract import Retention  # noqa: E402
-from hotbunk.rollout.errors import Unsupported  # noqa: E402
-from hotbunk.rollout.kernels import fingerprint  # noqa: E402
-from hotbunk.rollout.memory import HostPool  # noqa: E402
+from hotbunk.rollout.binding import ModuleBinding, dtype_from, dtype_name
+from hotbunk.rollout.contract import Retention
+from hotbunk.rollout.errors import Unsupported
+from hotbunk.rollout.kernels import fingerprint
+from hotbunk.rollout.memory import HostPool
 
 
 class Rotary(nn.Module):

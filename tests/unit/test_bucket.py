@@ -8,22 +8,20 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from hotbunk.checkpoint_engine.bucket import (  # noqa: E402
+from hotbunk.checkpoint_engine.bucket import (
     ALIGN,
     SMALLEST,
     Packer,
     bucket_size,
     check_bucket_bytes,
 )
-from hotbunk.checkpoint_engine.source import specs_of  # noqa: E402
-from hotbunk.rollout.binding import dtype_from, dtype_name  # noqa: E402
-from hotbunk.rollout.contract import (  # noqa: E402
+from hotbunk.checkpoint_engine.source import specs_of
+from hotbunk.rollout.binding import dtype_from, dtype_name
+from hotbunk.rollout.contract import (
     Bucket,
     Manifest,
     Placement,
@@ -31,9 +29,9 @@ from hotbunk.rollout.contract import (  # noqa: E402
     TensorSpec,
     Version,
 )
-from hotbunk.rollout.errors import ConfigError, ShapeMismatch, TransferFailed  # noqa: E402
-from hotbunk.rollout.intake import Intake  # noqa: E402
-from hotbunk.rollout.kernels import as_bytes, fingerprint  # noqa: E402
+from hotbunk.rollout.errors import ConfigError, ShapeMismatch, TransferFailed
+from hotbunk.rollout.intake import Intake
+from hotbunk.rollout.kernels import as_bytes, fingerprint
 
 DTYPES = [
     torch.float32,

@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch")
-
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-
-from hotbunk.rollout import kernels  # noqa: E402
-from hotbunk.rollout.fingerprint import BLOCK, MASK, fingerprint_bytes  # noqa: E402
-from hotbunk.rollout.kernels import as_bytes, fingerprint  # noqa: E402
+from hotbunk.rollout import kernels
+from hotbunk.rollout.fingerprint import BLOCK, MASK, fingerprint_bytes
+from hotbunk.rollout.kernels import as_bytes, fingerprint
 
 BLOCK_BYTES = 4 * BLOCK
 SIZES = [0, 1, 2, 3, 4, 5, 7, 4095, 4096, 4097, 3 * 4096 - 1, 5 * 4096 + 6]

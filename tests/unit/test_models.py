@@ -6,14 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-from hotbunk.rollout.errors import ConfigError, UsageError  # noqa: E402
-from hotbunk.trainer_hooks.recipes import models  # noqa: E402
-from hotbunk.trainer_hooks.recipes.tasks import Sample  # noqa: E402
-from hotbunk.trainer_hooks.recipes.tokenizer import ByteTokenizer  # noqa: E402
+from hotbunk.rollout.errors import ConfigError, UsageError
+from hotbunk.trainer_hooks.recipes import models
+from hotbunk.trainer_hooks.recipes.tasks import Sample
+from hotbunk.trainer_hooks.recipes.tokenizer import ByteTokenizer
 
 FAMILIES = ["llama", "qwen2", "qwen3"]
 

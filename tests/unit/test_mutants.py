@@ -12,7 +12,9 @@ from hotbunk.rollout.backends.oracle.engine import OracleEngine
 from hotbunk.rollout.contract import Retention
 from hotbunk.rollout.gate import CALLER, SLEEP, Gate
 from hotbunk.rollout.lifecycle import WEIGHT_RULES, Event, Residency, Weights
+from hotbunk.rollout.quiesce import EnginePauses
 from hotbunk.rollout.replica import Replica
+from hotbunk.rollout.updates import Updates
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: dict[str, Mutant] = {}
@@ -125,10 +127,10 @@ def frozen_requests_wait_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def verbs_do_not_quiesce(patch: pytest.MonkeyPatch) -> None:
-    async def careless(self: Replica, verb: str, deadline: Any) -> None:
+    async def careless(self: EnginePauses, verb: str, deadline: Any) -> None:
         return None
 
-    patch.setattr(Replica, "_quiesce", careless)
+    patch.setattr(EnginePauses, "quiesce", careless)
     patch.setattr(OracleEngine, "_require_quiet", nothing)
 
 
@@ -137,11 +139,11 @@ def the_same_version_is_believed(patch: pytest.MonkeyPatch) -> None:
     """Skipped by its label, though there is no content under it."""
     from hotbunk.rollout.contract import UpdateReport
 
-    async def gullible(self: Replica, groups: Any, scope: Any, version: Any) -> Any:
+    async def gullible(self: Updates, groups: Any, scope: Any, version: Any) -> Any:
         newest = [self._residency._newest.get(group) for group in groups]
         return UpdateReport(version, skipped=True) if set(newest) == {version} else None
 
-    patch.setattr(Replica, "_already_there", gullible)
+    patch.setattr(Updates, "already_there", gullible)
 
 
 @mutant

@@ -23,7 +23,7 @@ from hotbunk.rollout.errors import (
     Unsupported,
     UpdateFailed,
 )
-from hotbunk.rollout.replica import Health
+from hotbunk.rollout.status import Health
 
 pytestmark = pytest.mark.anyio
 

@@ -24,7 +24,8 @@ from hotbunk.rollout.errors import (
     ReplicaLost,
     WeightsPoisoned,
 )
-from hotbunk.rollout.replica import Deadlines, Health, Replica
+from hotbunk.rollout.replica import Replica
+from hotbunk.rollout.status import Deadlines, Health
 
 pytestmark = pytest.mark.anyio
 

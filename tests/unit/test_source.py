@@ -6,20 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch as safetensors_torch
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-safetensors_torch = pytest.importorskip("safetensors.torch")
-
-from torch import nn  # noqa: E402
-
-from hotbunk.checkpoint_engine.source import (  # noqa: E402
+from hotbunk.checkpoint_engine.source import (
     SafetensorsSource,
     TensorSource,
     WeightSource,
     module_source,
     state_dict_source,
 )
-from hotbunk.rollout.errors import ConfigError, DuplicateName  # noqa: E402
+from hotbunk.rollout.errors import ConfigError, DuplicateName
 
 
 class Tied(nn.Module):

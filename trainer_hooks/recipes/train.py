@@ -22,7 +22,8 @@ from hotbunk.rollout.contract import Completion, GenerateRequest, Sampling, Vers
 from hotbunk.rollout.handle import LocalHandle, ReplicaHandle
 from hotbunk.rollout.memory import HostPool
 from hotbunk.rollout.registry import create_backend, load_transport
-from hotbunk.rollout.replica import Deadlines, Replica
+from hotbunk.rollout.replica import Replica
+from hotbunk.rollout.status import Deadlines
 from hotbunk.trainer_hooks.hooks import TrainerHooks
 from hotbunk.trainer_hooks.recipes import checkpoint
 from hotbunk.trainer_hooks.recipes.config import save

@@ -35,6 +35,7 @@ from hotbunk.rollout.contract import (
     Transfer,
     UpdateReport,
     Version,
+    digest_name,
     parse_tags,
 )
 from hotbunk.rollout.errors import (
@@ -288,7 +289,11 @@ class OracleEngine(Engine):
     async def digest(self, names: Collection[str] | None = None) -> Digests:
         self._require("digest", bool(self.capabilities.digest))
         await self.faults.reach("digest")
-        owner = {name: group for group in self.groups.values() for name in group.names()}
+        owner = {
+            digest_name(group.name, name): group
+            for group in self.groups.values()
+            for name in group.names()
+        }
         if names is None:
             names = [name for name, group in owner.items() if group.mapped]
         for name in names:
@@ -296,7 +301,9 @@ class OracleEngine(Engine):
                 raise UsageError(f"no tensor {name!r}{closest(name, owner)}")
             if not owner[name].mapped:
                 raise WeightsNotResident(owner[name].name, "released")
-        values = {name: fingerprint_bytes(owner[name].read(name)) for name in names}
+        values = {
+            name: fingerprint_bytes(owner[name].read(name.rpartition("/")[2])) for name in names
+        }
         return Digests(values, KIND)
 
     async def memory(self) -> MemoryReport:

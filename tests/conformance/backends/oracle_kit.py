@@ -15,7 +15,8 @@ from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.rollout.backends.oracle import OracleEngine, create
 from hotbunk.rollout.backends.oracle.model import weights_at
 from hotbunk.rollout.contract import GenerateRequest, Sampling, UpdateReport, Version
-from hotbunk.rollout.replica import Deadlines, Replica
+from hotbunk.rollout.replica import Replica
+from hotbunk.rollout.status import Deadlines
 
 PROMPT = tuple(range(1, 10))
 

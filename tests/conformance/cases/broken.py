@@ -23,7 +23,7 @@ from hotbunk.rollout.errors import (
     VerifyFailed,
     WeightsPoisoned,
 )
-from hotbunk.rollout.replica import Health
+from hotbunk.rollout.status import Health
 
 
 async def _poisoned(rig: Rig, transfer: MemoryTransfer) -> None:

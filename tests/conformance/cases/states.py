@@ -8,7 +8,7 @@ from hotbunk.conformance.case import case
 from hotbunk.conformance.rig import NotApplicable, Rig, expect
 from hotbunk.rollout.contract import Retention, Tag
 from hotbunk.rollout.errors import KVNotResident, UnknownTag, WeightsNotLoaded
-from hotbunk.rollout.replica import Health
+from hotbunk.rollout.status import Health
 
 SUBSETS: tuple[Sequence[str] | None, ...] = (
     ["weights"],

