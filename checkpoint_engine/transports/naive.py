@@ -127,7 +127,7 @@ class NaiveTransfer(Transfer):
 
 
 class NaiveTransport(Transport):
-    """See the module. ``on_bucket`` is called when a bucket was written, to measure."""
+    """See the module. ``on_bucket`` is called before the first bucket and when one was written, to measure."""
 
     name = "naive"
 
@@ -140,6 +140,8 @@ class NaiveTransport(Transport):
     async def offer(self, source: WeightSource, manifest: Manifest, *, ranks: int = 1) -> Offer:
         if ranks != 1:
             raise SessionError(f"the naive transport reaches one rank, not {ranks}")
+        if self._on_bucket is not None:  # the level that the first bucket comes on top of
+            await self._on_bucket()
         return NaiveOffer(source, manifest, self._pool, self._on_bucket)
 
     @staticmethod

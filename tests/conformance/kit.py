@@ -30,9 +30,12 @@ SIZES: dict[str, Any] = {
 _SCALE = 5.0  # of matrices; twice that where head and embedding are one
 
 
-def make_model(family: str, version: int, *, tied: bool = False) -> Any:
-    """The model of a version, in float32 on the CPU: the same bits every time."""
-    config = AutoConfig.for_model(family, **SIZES, tie_word_embeddings=tied)
+def make_model(family: str, version: int, *, tied: bool = False, **sizes: int) -> Any:
+    """The model of a version, in float32 on the CPU: the same bits every time.
+
+    ``sizes`` replace some of :data:`SIZES`.
+    """
+    config = AutoConfig.for_model(family, **{**SIZES, **sizes}, tie_word_embeddings=tied)
     with torch.random.fork_rng():
         torch.manual_seed(1000 + version)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -45,9 +48,11 @@ def make_model(family: str, version: int, *, tied: bool = False) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def save_model(family: str, version: int, directory: Path, *, tied: bool = False) -> Path:
+def save_model(
+    family: str, version: int, directory: Path, *, tied: bool = False, **sizes: int
+) -> Path:
     """The version as a model directory (config.json and safetensors)."""
-    make_model(family, version, tied=tied).save_pretrained(directory)
+    make_model(family, version, tied=tied, **sizes).save_pretrained(directory)
     return directory
 
 

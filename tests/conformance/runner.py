@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -20,16 +21,35 @@ from hotbunk.rollout.replica import Replica
 MATRIX = "matrix.json"
 
 
-def run(under_test: BackendUnderTest, level: Level = Level.CORE, seed: int = 0) -> list[CaseResult]:
-    """Run every case of a level; each has its own event loop, so a hung one harms no other.
+def run(
+    under_test: BackendUnderTest,
+    level: Level = Level.CORE,
+    seed: int = 0,
+    *,
+    tell: Callable[[CaseResult], object] = lambda result: None,
+) -> list[CaseResult]:
+    """Run every case of a level, and ``tell`` of each as it ends.
 
-    Blocks; not to be called from a running event loop (use :func:`run_case` there).
+    Each has its own event loop, unless the backend asks for one (``one_loop``). Blocks; not to be
+    called from a running event loop (use :func:`run_case` there).
     """
     results = []
-    for one in all_cases(level):
-        with asyncio.Runner(loop_factory=under_test.loop_factory) as runner:
-            results.append(runner.run(run_case(one, under_test, seed)))
+    with ExitStack() as shared:
+        whole = _runner(under_test, shared) if under_test.one_loop else None
+        for one in all_cases(level):
+            with ExitStack() as own:
+                runner = whole or _runner(under_test, own)
+                results.append(runner.run(run_case(one, under_test, seed)))
+            tell(results[-1])
     return results
+
+
+def _runner(under_test: BackendUnderTest, stack: ExitStack) -> asyncio.Runner:
+    """A runner that ends with the stack, after the backend did."""
+    runner = stack.enter_context(asyncio.Runner(loop_factory=under_test.loop_factory))
+    if under_test.one_loop:
+        stack.callback(lambda: runner.run(under_test.finish()))
+    return runner
 
 
 async def run_case(one: Case, under_test: BackendUnderTest, seed: int = 0) -> CaseResult:

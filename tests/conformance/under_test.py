@@ -59,6 +59,12 @@ class BackendUnderTest(ABC):
     loop_factory: ClassVar[type[asyncio.AbstractEventLoop] | None] = None
     """The event loop to run cases on; None is asyncio's own."""
 
+    one_loop: ClassVar[bool] = False
+    """Whether all cases share one event loop, because something outlives a case and is bound to it.
+
+    Without it each case has its own, so a case that hangs harms no other.
+    """
+
     @abstractmethod
     async def start(self) -> Engine:
         """A fresh engine for one case, ready for :meth:`Engine.start`, which the suite calls.
@@ -68,6 +74,9 @@ class BackendUnderTest(ABC):
 
     async def stop(self) -> None:  # noqa: B027 - most have nothing left to do
         """The case is over and the engine was closed."""
+
+    async def finish(self) -> None:  # noqa: B027 - most have nothing left to do
+        """After the last case, where all share one event loop."""
 
     @abstractmethod
     def weights(self, version: int) -> Tensors:

@@ -423,3 +423,11 @@ def test_thinning_keeps_the_spikes() -> None:
     assert xs == sorted(xs)
     assert thinned[xs.index(4321)] == 9.0
     assert thinned[xs.index(7777)] == -9.0
+
+
+def test_a_chart_of_large_numbers_is_drawn() -> None:
+    """Thousands of tokens a second on a plain axis once overflowed a log axis's marks."""
+    curve = charts.Series("tokens/s", [0.0, 1.0], [7400.0, 9800.0])
+    assert "8,000" in charts.line_chart([curve], "speed") or "8000" in charts.line_chart(
+        [curve], "speed"
+    )

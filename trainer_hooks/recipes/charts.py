@@ -190,9 +190,11 @@ def line_chart(
         y = math.log10(max(y, 10**low)) if log else y
         return bottom - (min(max(y, low), high) - low) / (high - low) * (bottom - top)
 
-    marks = [10.0**power for power in range(round(low), round(high) + 1)]
+    marks = ticks(low, high)
+    if log:
+        marks = list(_every([10.0**power for power in range(round(low), round(high) + 1)], 7))
     parts = [legend(LEFT, 16, [(one.name, one.colour) for one in drawn])]
-    for tick in _every(marks, 7) if log else ticks(low, high):
+    for tick in marks:
         parts.append(line(LEFT, py(tick), WIDTH - RIGHT, py(tick)))
         label = f"{tick:.0e}" if log else number_text(tick)
         parts.append(text_at(LEFT - 8, py(tick) + 4, label, "soft", "end"))

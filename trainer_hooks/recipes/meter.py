@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from hotbunk.rollout.handle import ReplicaHandle
@@ -62,14 +62,21 @@ class MemoryMeter:
         await self.sample()
 
     @asynccontextmanager
-    async def sampling(self, every: float = 0.02) -> AsyncIterator[None]:
-        """Sample at the beginning and the end, and every so many seconds in between."""
+    async def sampling(
+        self, every: float = 0.02, also: Callable[[], Awaitable[None]] | None = None
+    ) -> AsyncIterator[None]:
+        """Sample at the beginning and the end, and every so many seconds in between.
+
+        ``also`` is called with each sample in between.
+        """
         await self.sample()
 
         async def often() -> None:
             while True:
                 await asyncio.sleep(every)
                 await self.sample()
+                if also is not None:
+                    await also()
 
         sampler = asyncio.create_task(often())
         try:

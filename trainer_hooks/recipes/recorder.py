@@ -184,6 +184,11 @@ class RunRecorder:
                 self._peaks[TOTAL] = sum(self._levels.values())
         return peaks
 
+    def counter(self, name: str, values: Mapping[str, int]) -> None:
+        """Sample whole numbers that are drawn together (``requests``: running, held, ...)."""
+        with self._lock:
+            self._timeline.counter(name, time.monotonic(), values)
+
     # -- the end ------------------------------------------------------------------------------
 
     def note(self, facts: Mapping[str, str]) -> None:

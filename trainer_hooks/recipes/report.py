@@ -71,6 +71,7 @@ def _page(run: Run) -> str:
         )
     )
     parts.append(_time(run))
+    parts.append(_section("Generation", _generation_note(run), _generation(run)))
     parts.append(
         _section(
             "Rollout against trainer",
@@ -152,6 +153,34 @@ def _reward(run: Run) -> str:
     within = min(values) >= 0 and max(values) <= 1
     drawn = [raw, mean] if len(values) > 2 else [raw]
     return charts.line_chart(drawn, "Reward over steps", bounds=(0.0, 1.0) if within else None)
+
+
+def _generation_note(run: Run) -> str:
+    def total(name: str) -> float:
+        return sum(run.curve(f"rollout/{name}")[1])
+
+    return (
+        f"Tokens a second, and requests at their most in each step. In all {total('tokens'):.0f} "
+        f"tokens, {total('cached_tokens'):.0f} of prompts found in the prefix cache, "
+        f"{total('preemptions'):.0f} preemptions; at most "
+        f"{max(run.curve('rollout/versions')[1], default=0):.0f} version(s) in one step."
+    )
+
+
+def _generation(run: Run) -> str:
+    steps, values = run.curve("rollout/tokens_per_s")
+    if not values:
+        return ""
+    speed = Series("tokens/s", *charts.thin(steps, values), colour=1)
+    body = charts.line_chart([speed], "Tokens a second over steps", height=200)
+    requests = [
+        Series(name, *charts.thin(*run.curve(f"rollout/{name}_max")), colour=place)
+        for place, name in enumerate(("running", "held", "frozen"))
+        if run.curve(f"rollout/{name}_max")[1]
+    ]
+    if requests:
+        body += charts.line_chart(requests, "Requests over steps", height=200)
+    return body
 
 
 def _logprobs(run: Run) -> str:

@@ -27,6 +27,7 @@ from hotbunk.rollout.status import Deadlines
 from hotbunk.trainer_hooks.hooks import TrainerHooks
 from hotbunk.trainer_hooks.recipes import checkpoint
 from hotbunk.trainer_hooks.recipes.config import save
+from hotbunk.trainer_hooks.recipes.gauges import GenerationGauges
 from hotbunk.trainer_hooks.recipes.grpo import group_advantages, make_batch
 from hotbunk.trainer_hooks.recipes.learner import Learner, StepStats
 from hotbunk.trainer_hooks.recipes.meter import TOTAL, MemoryMeter, MeteredShare
@@ -90,6 +91,7 @@ class _Job:
         hooks: TrainerHooks,
         recorder: RunRecorder,
         meter: MemoryMeter,
+        gauges: GenerationGauges,
     ) -> None:
         self.plan = plan
         self.bundle = bundle
@@ -98,6 +100,7 @@ class _Job:
         self.hooks = hooks
         self.recorder = recorder
         self.meter = meter
+        self.gauges = gauges
         self._files = checkpoint.model_files(bundle.model_dir)
         self._mismatches = 0
 
@@ -135,7 +138,8 @@ class _Job:
             observer=_Observer(recorder),
         )
         hooks = TrainerHooks(manager, MeteredShare(learner.share, meter))
-        job = _Job(plan, bundle, learner, handles, hooks, recorder, meter)
+        gauges = GenerationGauges(handles, recorder)
+        job = _Job(plan, bundle, learner, handles, hooks, recorder, meter, gauges)
         await manager.sleep_replicas()
         await job.sync(plan.first_step)
         recorder.take_timings()
@@ -162,9 +166,10 @@ class _Job:
         meter.watch("step")
         await self.hooks.on_rollout_begin()
         samples, prompts = self._draw(number)
-        async with meter.sampling():
+        async with meter.sampling(also=self.gauges.sample):
             with recorder.phase("generate"):
                 completions = await self._generate(prompts, number)
+        generation = await self.gauges.take()
         await self.hooks.on_rollout_end()
         asleep = await meter.sample()
 
@@ -199,6 +204,7 @@ class _Job:
             "rollout/logprob_mismatches": self._mismatches,
             "rollout/tokens": tokens,
             "rollout/tokens_per_s": tokens / timings["generate"],
+            **{f"rollout/{name}": value for name, value in generation.items()},
             "rollout/sample": f"{samples[0].prompt} -> {texts[0]}"[:200],
             "train/loss": stats.loss,
             "train/grad_norm": stats.grad_norm,

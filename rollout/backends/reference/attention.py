@@ -109,15 +109,17 @@ def paged_attention(
     out: list[torch.Tensor] = []
     decodes = hotbunk_step.decode_slots.shape[0]
     if decodes:
+        # Heads that share keys are laid along the query axis: nothing is copied per head.
+        heads, dim = query.shape[1], query.shape[3]
+        kv_heads = key.shape[1]
         seen = functional.scaled_dot_product_attention(
-            query[0, :, :decodes].transpose(0, 1).unsqueeze(2),
+            query[0, :, :decodes].transpose(0, 1).reshape(decodes, kv_heads, -1, dim),
             keys[hotbunk_step.decode_slots].permute(0, 2, 1, 3),
             values[hotbunk_step.decode_slots].permute(0, 2, 1, 3),
             attn_mask=hotbunk_step.decode_mask,
             scale=scaling,
-            enable_gqa=grouped,
         )
-        out.append(seen.squeeze(2))
+        out.append(seen.reshape(decodes, heads, dim))
     for piece in hotbunk_step.prefill:
         seen = functional.scaled_dot_product_attention(
             query[:, :, piece.begin : piece.end],

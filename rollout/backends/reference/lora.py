@@ -50,8 +50,7 @@ class AdapterBank:
         self._adapters: dict[str, Adapter] = {}
         self._rows: list[tuple[Adapter, torch.Tensor]] = []
         self._layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-        for name, layer in self._layers.items():
-            layer.register_forward_hook(self._hook(name))
+        self._hooked = False  # a model without adapters pays nothing for them
 
     def placements(self, manifest: Manifest) -> dict[str, Placement]:
         """What this adapter's tensors would be here, by the names offered.
@@ -92,6 +91,10 @@ class AdapterBank:
             if old is not None:
                 self._pool.drop(old.arena)
             old = self._adapters[name] = self._make(name, shapes)
+        if not self._hooked:
+            for path, layer in self._layers.items():
+                layer.register_forward_hook(self._hook(path))
+            self._hooked = True
         alpha = manifest.metadata.get("lora_alpha")
         old.alpha = None if alpha is None else float(alpha)
         return old.tensors

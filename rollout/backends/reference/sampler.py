@@ -18,6 +18,9 @@ from hotbunk.rollout.backends.reference.scheduler import Sequence
 from hotbunk.rollout.fingerprint import mix
 
 
+COLDEST = 1e-30  # a temperature below it is as good as greedy, and float32 would make it 0
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """What one sequence got: a token, its log-prob, and the most likely alternatives if asked."""
@@ -35,18 +38,19 @@ def uniform(seed: int, position: int) -> float:
 def draw(logits: torch.Tensor, sequences: SequenceOf[Sequence]) -> list[Drawn]:
     """One token a row of ``logits`` [sequences, vocabulary] (float32)."""
     wants = [s.request.sampling for s in sequences]
-    temperature = torch.tensor([[w.temperature] for w in wants], dtype=torch.float64)
-    greedy = temperature == 0
-    # Relative to the best one and in float64: the smallest temperature cannot overflow.
-    relative = (logits - logits.amax(-1, keepdim=True)).double()
-    logprobs = (relative / torch.where(greedy, 1.0, temperature)).log_softmax(-1)
+    greedy = torch.tensor([[w.temperature == 0] for w in wants])
+    scale = torch.tensor([[max(w.temperature, COLDEST) if w.temperature else 1.0] for w in wants])
+    # Relative to the best one: whatever the temperature, the best stays 0 and nothing overflows.
+    relative = logits - logits.amax(-1, keepdim=True)
+    logprobs = (relative / scale).log_softmax(-1)
     tokens = logits.argmax(-1)
     if not bool(greedy.all()):
         numbers = [
             uniform(s.seed, len(s.tokens)) if w.temperature else 0.0
             for s, w in zip(sequences, wants, strict=True)
         ]
-        probs = _truncated(logprobs.exp(), sequences)
+        # A sum over a whole vocabulary needs float64, or its last tokens are never drawn.
+        probs = _truncated(logprobs.double().exp(), sequences)
         cdf = probs.cumsum(-1)
         aim = torch.tensor(numbers, dtype=torch.float64)[:, None] * cdf[:, -1:]
         # ``right``: a token without probability is never hit, also by an exact zero.

@@ -8,6 +8,7 @@ Needs vLLM 0.32 or newer (``pip install 'hotbunk[vllm]'``).
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from hotbunk.rollout.contract import Engine
@@ -23,6 +24,8 @@ def create(**options: Any) -> Engine:
 
     chosen = convert(options, VllmOptions, "backend vllm")
     prepare_environment(chosen)  # vLLM and OpenMP read it while they are imported
-    from hotbunk.rollout.backends.vllm.engine import VllmEngine
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what vLLM deprecates in itself is not the caller's
+        from hotbunk.rollout.backends.vllm.engine import VllmEngine
 
     return VllmEngine(chosen)

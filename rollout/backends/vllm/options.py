@@ -72,6 +72,7 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             **{n: getattr(self, n) for n in self.__struct_fields__ if n != "engine_args"},
             "skip_tokenizer_init": skip,
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
             **self.engine_args,
         }
         for name in chosen:

@@ -92,15 +92,15 @@ class Routes(Mapping[str, Route]):
     ) -> None:
         with _Watch() as watch:
             load(watch.over(checkpoint))
-        self._routes = {name: route for name, route in watch.routes.items() if route.pieces}
-        self.lost: list[str] = sorted(watch.routes.keys() - self._routes.keys())
+        # Without pieces are those that the loader passes over (rotary caches of old checkpoints).
+        self._routes: dict[str, Route] = {n: r for n, r in watch.routes.items() if r.pieces}
         ties: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             ties.setdefault(id(parameter), []).append(name)
         for names in ties.values():
-            known = next((self._routes[n] for n in names if n in self._routes), None)
+            known = [self._routes[name] for name in names if name in self._routes]
             for name in names if known else ():
-                self._routes.setdefault(name, known)  # type: ignore[arg-type]
+                self._routes.setdefault(name, known[0])
 
     def __getitem__(self, name: str) -> Route:
         return self._routes[name]

@@ -24,7 +24,7 @@ from hotbunk.rollout.kernels import fingerprint
 _GREEDY = 1e-5  # a lower temperature counts as greedy in vLLM
 
 
-def _plain_linear(layer: nn.Module, remove_weight: bool) -> None:
+def _plain_linear(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = nn.functional.linear
 
 
@@ -106,14 +106,12 @@ class WorkerExtension:
             "kv_cache": list(kv.items()),
             "tensors": {
                 name: [
+                    dtype_name(route.dtype),
+                    list(route.shape),
                     [
-                        piece.into.data_ptr(),
-                        list(piece.into.stride()),
-                        piece.offset,
-                        list(piece.shape),
-                        list(piece.stride),
-                    ]
-                    for piece in route.pieces
+                        [p.into.data_ptr(), list(p.into.stride()), p.offset, p.shape, p.stride]
+                        for p in route.pieces
+                    ],
                 ]
                 for name, route in self._hotbunk_routes.items()
             },

@@ -23,6 +23,13 @@ _COLUMNS = (
     ("step", "step"),
     ("reward", "reward/mean"),
     ("Δlogprob", "rollout/logprob_diff_max"),
+    ("tok/s", "rollout/tokens_per_s"),
+    ("run", "rollout/running_max"),
+    ("held", "rollout/held_max"),
+    ("froz", "rollout/frozen_max"),
+    ("pre", "rollout/preemptions"),
+    ("hit", "rollout/cached_tokens"),
+    ("vers", "rollout/versions"),
     ("generate", "timing_s/generate"),
     ("train", "timing_s/train"),
     ("sync", "timing_s/update_weights"),
@@ -123,7 +130,9 @@ def _cell(key: str, value: object) -> str:
         return f"{number * 1e3:.0f}ms"
     if key == "rollout/logprob_diff_max":
         return f"{number:.0e}"
-    return str(value) if key == "step" else f"{number:.3f}"
+    if key == "reward/mean":
+        return f"{number:.3f}"
+    return f"{number:.0f}"
 
 
 def _spark(values: list[float], width: int = 60) -> str:

@@ -1,0 +1,110 @@
+"""What is in flight in vLLM, and how it is brought to stand still."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from hotbunk.rollout import errors
+from hotbunk.rollout.backends.vllm.streams import Stream
+from hotbunk.rollout.contract import AbortReport, PauseMode, PauseReport
+
+_SECONDS = 10.0  # for outputs that are on their way already
+
+
+class Flight:
+    """The streams of one engine, and the pause it is in (``mode``; None: open).
+
+    :param llm: gives vLLM's engine, or says that it is dead.
+    """
+
+    def __init__(self, llm: Callable[[], Any]) -> None:
+        self.streams: dict[str, Stream] = {}
+        self.mode: PauseMode | None = None
+        self._llm = llm
+        self._changed = asyncio.Event()
+
+    def changed(self) -> None:
+        """A stream came to its end, or the pause is another."""
+        self._changed.set()
+
+    def alive(self) -> dict[str, Stream]:
+        """Streams that vLLM is not done with."""
+        return {key: stream for key, stream in self.streams.items() if not stream.ended.is_set()}
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> PauseReport:
+        """Carry out one pause; calls may overlap and escalate."""
+        before = dict(self.streams)
+        if mode is PauseMode.WAIT:
+            await self._drain(clear_cache)
+        else:
+            self._become(mode)
+            await self._llm().pause_generation(mode=mode.value, clear_cache=clear_cache)
+        if mode is PauseMode.ABORT:
+            await self._until_ended(before, "pause(abort)")
+        frozen = [key for key, stream in before.items() if not stream.ended.is_set()]
+        return PauseReport(
+            mode,
+            aborted=tuple(k for k, s in before.items() if s.aborted),
+            finished=tuple(k for k, s in before.items() if s.ended.is_set() and not s.aborted),
+            frozen=tuple(frozen),
+            cleared_cache=clear_cache,
+            stale_tokens=0 if clear_cache else sum(before[key].computed for key in frozen),
+        )
+
+    async def resume(self) -> None:
+        """Open generation."""
+        self._become(None)
+        await self._llm().resume_generation()
+
+    async def abort(self, request_ids: Collection[str] | None) -> AbortReport:
+        """End these requests (None: all)."""
+        wanted = set(self.streams if request_ids is None else request_ids)
+        found = {key: stream for key, stream in self.alive().items() if key in wanted}
+        if found:
+            # By vLLM's own ids: by those of a response it does nothing, and says that it did.
+            internal = [stream.internal_id for stream in found.values()]
+            await self._llm().abort(internal, internal=True)
+            await self._until_ended(found, "abort")
+        ended = tuple(sorted(key for key, stream in found.items() if stream.aborted))
+        return AbortReport(ended, tuple(sorted(wanted - set(ended))))
+
+    def _become(self, mode: PauseMode | None) -> None:
+        self.mode = mode
+        self.changed()
+
+    async def _drain(self, clear_cache: bool) -> None:
+        """Let everything in flight end, then pause; unless another verb takes over meanwhile.
+
+        vLLM's own ``wait`` is not enough: it lets only those requests end that hold KV. Queued ones
+        stay queued, and so do those whose KV a ``keep`` with ``clear_cache`` dropped.
+
+        :raises SessionError: generation was resumed.
+        """
+        self._become(PauseMode.WAIT)
+        if self.alive():
+            await self._llm().resume_generation()
+        while self.mode is PauseMode.WAIT and self.alive():
+            self._changed.clear()
+            await self._changed.wait()
+        if self.mode is None:
+            raise errors.SessionError("generation was resumed before the pause was complete")
+        if self.mode is PauseMode.WAIT:
+            await self._llm().pause_generation(mode="keep", clear_cache=clear_cache)
+
+    async def _until_ended(self, streams: Mapping[str, Stream], verb: str) -> None:
+        """Their last outputs were sent before vLLM answered: they come in a moment, or never.
+
+        :raises EngineFailed: some did not end.
+        """
+        try:
+            async with asyncio.timeout(_SECONDS):
+                for stream in streams.values():
+                    await stream.ended.wait()
+        except TimeoutError:
+            left = [key for key, stream in streams.items() if not stream.ended.is_set()]
+            raise errors.EngineFailed(
+                f"{verb} ended {len(streams) - len(left)} of {len(streams)} requests; still in "
+                f"flight: {errors.shown(left)}"
+            ) from None

@@ -1,0 +1,231 @@
+"""Receiving weights: into one host buffer, from there into vLLM's parameters where they lie."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+import psutil
+import torch
+
+from hotbunk.rollout import errors
+from hotbunk.rollout.contract import (
+    ITEMSIZE,
+    TARGET,
+    Bucket,
+    Manifest,
+    Placement,
+    ReceiverLayout,
+    Scope,
+    ScopeKind,
+    TensorSpec,
+    Transfer,
+    UpdateReport,
+    Version,
+)
+from hotbunk.rollout.fingerprint import MASK
+from hotbunk.rollout.intake import Intake, check_offer
+
+if TYPE_CHECKING:
+    from hotbunk.rollout.backends.vllm.engine import VllmEngine
+
+_ALIGN = 64
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """What the ranks of an engine hold between them, by checkpoint name."""
+
+    placements: Mapping[str, Placement]
+    ties: Sequence[frozenset[str]]
+    ranks: int
+
+
+def merged(said: Sequence[Mapping[str, Any]]) -> Bound:
+    """The answers of all ranks as one.
+
+    :raises ConfigError: some tensor is out of reach, or not what was loaded any more.
+    """
+    transformed = {name for rank in said for name in rank["transformed"]}
+    uncovered = {name for rank in said for name in rank["uncovered"]}
+    held: dict[str, int] = {}
+    placements: dict[str, Placement] = {}
+    for rank in said:
+        for name, (dtype, shape, elements) in rank["tensors"].items():
+            placements[name] = Placement(dtype, tuple(shape))
+            held[name] = held.get(name, 0) + elements
+    partly = {name for name, it in placements.items() if held[name] < _elements(it.shape)}
+    for names, what in (
+        (transformed, "transforms these tensors after loading"),
+        (uncovered, "holds parameters that the checkpoint does not name"),
+        (partly, "copies only parts of these tensors in a way that can be followed"),
+    ):
+        if names:
+            raise errors.ConfigError(
+                f"vLLM {what}, so they cannot be updated: {errors.shown(names)}",
+                where="backend vllm",
+                remedy="use an unquantised dense model",
+            )
+    if not placements:
+        raise errors.ConfigError("vLLM loaded nothing that can be updated", where="backend vllm")
+    # A tie on one rank is a tie; another rank of a pipeline may hold only one of the two.
+    ties = {frozenset(names) for rank in said for names in rank["ties"]}
+    largest = [tie for tie in ties if not any(tie < other for other in ties)]
+    return Bound(placements, largest, len(said))
+
+
+class Receiver:
+    """One engine's receiving end."""
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+        self.ranks = tuple(range(bound.ranks))
+
+    async def receive(
+        self, engine: VllmEngine, transfer: Transfer, version: Version, scope: Scope
+    ) -> UpdateReport:
+        """One update, as :meth:`RolloutBackend.update_weights` describes it."""
+        manifest = transfer.manifest
+        if scope.kind not in (ScopeKind.FULL, ScopeKind.PARTIAL):
+            raise errors.Unsupported(f"{scope.kind.value} updates", "vllm")
+        others = {spec.group for spec in manifest.tensors} - {TARGET}
+        if others:
+            raise errors.UnsupportedTarget(f"no weight group named {errors.shown(others)}")
+        known = self._bound.placements
+        check_offer(manifest, known, self._bound.ties)
+        with Staging(manifest, known) as staging:
+            layout = {name: known[name] for spec in manifest.tensors for name in spec.names}
+            await transfer.accept(ReceiverLayout(layout))
+            async for bucket in transfer.buckets():
+                staging.write(bucket)
+            applied = staging.intake.finish()
+            self._check_ties(manifest, staging)
+            expected = dict(await transfer.fingerprints())
+            found = await self._load(engine, staging)
+        wrong = {
+            spec.name
+            for spec in manifest.tensors
+            for name in spec.names
+            if spec.name in expected and found[name] != expected[spec.name]
+        }
+        if wrong:
+            raise errors.VerifyFailed(wrong)
+        # KV is keyed by version, so what frozen requests hold may stay; the rest is dead weight.
+        await engine.forget_old_versions()
+        await transfer.commit()
+        await engine.label(version)
+        return UpdateReport(
+            version,
+            applied=applied,
+            nbytes=staging.intake.nbytes,
+            buckets=staging.intake.buckets,
+            verified="applied" if expected else "none",
+        )
+
+    async def digest(self, engine: VllmEngine, names: Collection[str] | None) -> dict[str, int]:
+        """Fingerprints as the bytes lie in the workers. :raises UnknownNames: a stranger."""
+        unknown = set(names or ()) - self._bound.placements.keys()
+        if unknown:
+            raise errors.UnknownNames(unknown)
+        wanted = None if names is None else list(names)
+        return self._joined(await engine.llm.collective_rpc("hotbunk_digest", args=(wanted,)))
+
+    async def _load(self, engine: VllmEngine, staging: Staging) -> dict[str, int]:
+        said = await engine.llm.collective_rpc("hotbunk_load", args=(staging.path, staging.table()))
+        return self._joined(said)
+
+    def _joined(self, said: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, int]:
+        """One fingerprint a tensor: it is a sum, so those of shards add up to the whole's.
+
+        A tensor that ranks hold whole must be the same on each; one that differs is reported
+        with a fingerprint that equals nothing that could be sent.
+        """
+        joined: dict[str, int] = {}
+        for name in {name for rank in said for name in rank}:
+            parts = [rank[name] for rank in said if name in rank]
+            values = {value for value, _ in parts}
+            place = self._bound.placements.get(name)
+            whole = max(e for _, e in parts) if place is None else _elements(place.shape)
+            if all(elements == whole for _, elements in parts):
+                joined[name] = values.pop() if len(values) == 1 else -1
+            else:
+                joined[name] = sum(value for value, _ in parts) & MASK
+        return joined
+
+    def _check_ties(self, manifest: Manifest, staging: Staging) -> None:
+        """:raises TiedMismatch: two contents for tensors that lie in the same place."""
+        for tie in self._bound.ties:
+            sent = [n for n, spec in enumerate(manifest.tensors) if tie & set(spec.names)]
+            if any(staging.view(n) != staging.view(sent[0]) for n in sent[1:]):
+                raise errors.TiedMismatch(sorted(tie))
+
+
+class Staging:
+    """Whole tensors side by side in memory that has no name on disk: it goes with its last user.
+
+    Needs as much host memory as the weights, for the length of an update.
+
+    :raises HostOutOfMemory: there is not so much.
+    """
+
+    def __init__(self, manifest: Manifest, known: Mapping[str, Placement]) -> None:
+        self._specs = manifest.tensors
+        self._sizes = [
+            ITEMSIZE[known[spec.name].dtype] * _elements(spec.shape) for spec in self._specs
+        ]
+        self._dtypes = [known[spec.name].dtype for spec in self._specs]
+        self._offsets: list[int] = []
+        total = 0
+        for size in self._sizes:
+            self._offsets.append(total)
+            total += -(-size // _ALIGN) * _ALIGN
+        free = int(psutil.virtual_memory().available)
+        if total > free:
+            raise errors.HostOutOfMemory(total, free)
+        self.intake = Intake(manifest, self._sizes)
+        self._descriptor = os.memfd_create("hotbunk-update")
+        os.ftruncate(self._descriptor, max(total, 1))
+        self._data = mmap.mmap(self._descriptor, max(total, 1))
+        self._memory = memoryview(self._data)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._memory.release()
+        self._data.close()
+        os.close(self._descriptor)
+
+    def write(self, bucket: Bucket) -> None:
+        """Copy a bucket's pieces to their places. :raises TransferFailed: a bad table."""
+        data = bucket.data
+        if isinstance(data, torch.Tensor):
+            data = data.detach().cpu().contiguous().numpy()
+        source = memoryview(data).cast("B")
+        for entry in self.intake.check(bucket, source.nbytes):
+            at = self._offsets[entry.index] + entry.start
+            self._memory[at : at + entry.nbytes] = source[
+                entry.offset : entry.offset + entry.nbytes
+            ]
+
+    def view(self, index: int) -> bytes:
+        """The bytes of one tensor."""
+        at = self._offsets[index]
+        return bytes(self._memory[at : at + self._sizes[index]])
+
+    def table(self) -> list[list[Any]]:
+        """Names, element type, shape and offset of every tensor."""
+        rows: zip[tuple[TensorSpec, str, int]] = zip(
+            self._specs, self._dtypes, self._offsets, strict=True
+        )
+        return [[list(s.names), dtype, list(s.shape), offset] for s, dtype, offset in rows]
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,249 @@
+"""vLLM, as the suite sees it: goldens from transformers, bytes read past it from ``/proc``.
+
+Starting vLLM takes seconds, so one engine serves all cases: between two of them it is brought back
+to where a fresh one would be (nothing in flight, version 0 sent whole and verified, caches empty,
+generation open), and started anew if that cannot be done. ``fresh=True`` starts one for each case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotbunk.checkpoint_engine.source import specs_of
+from hotbunk.conformance.kit import greedy, make_model, save_model
+from hotbunk.conformance.transfers import MemoryTransfer
+from hotbunk.conformance.under_test import BackendUnderTest, Tensors
+from hotbunk.rollout.binding import dtype_from
+from hotbunk.rollout.contract import (
+    FULL,
+    TARGET,
+    AbortReport,
+    BackendStatus,
+    Cache,
+    Digests,
+    Engine,
+    GenerateRequest,
+    MemoryReport,
+    PauseMode,
+    PauseReport,
+    Retention,
+    Scope,
+    Tag,
+    TokenChunk,
+    Transfer,
+    UpdateReport,
+    Version,
+)
+from hotbunk.rollout.errors import ConfigError, HotbunkError
+from hotbunk.rollout.kernels import as_bytes
+from hotbunk.rollout.registry import create_backend
+
+# vLLM's attention on CPUs takes heads of 32 and more.
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+
+
+class VllmUnderTest(BackendUnderTest):
+    """Options go to the backend. ``family`` and ``tied`` choose the model."""
+
+    name = "vllm"
+    prompts = (
+        tuple(range(100, 170)),  # more than two blocks: its KV can be found again
+        (11, 12, 13, 14, 15, 16, 17, 18, 19),
+        (21, 32, 43, 54, 65, 76, 87, 98, 109, 120, 131, 142),
+    )
+    bucket_sizes = (1 << 20, 10_007, 1024)
+    long_tokens = 200
+    one_loop = True
+
+    def __init__(
+        self, *, family: str = "llama", tied: bool = False, fresh: bool = False, **options: Any
+    ) -> None:
+        if "model" in options:
+            raise ConfigError("the suite brings its own model: its weights have known goldens")
+        self._options = {
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": 1024,
+            "max_num_seqs": 16,
+            **options,
+        }
+        self._fresh = fresh
+        self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-conformance-")
+        self._disk = Path(self._folder.name) / "model"
+        save_model(family, 0, self._disk, tied=tied, **SIZES)
+        self._engine: Engine | None = None
+        self._where: dict[str, Any] = {}
+        # Goldens and weights are asked for again and again; they never change.
+        self.model = cache(lambda version: make_model(family, version, tied=tied, **SIZES))
+        self._weights = cache(self._weights_of)
+        self._golden = cache(lambda prompt, version, n: greedy(self.model(version), prompt, n))
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the suite's own words are read
+        self._create()  # says now what is wrong with the options
+
+    async def start(self) -> Engine:
+        return _Reused(self)
+
+    async def finish(self) -> None:
+        """Stop the engine, and remove the model directory."""
+        await self._drop()
+        self._folder.cleanup()
+
+    async def engine(self) -> Engine:
+        """The running engine as a fresh one: version 0, nothing in flight, generation open."""
+        if self._engine is not None and (self._fresh or not await self._reset(self._engine)):
+            await self._drop()
+        if self._engine is None:
+            engine = self._create()
+            await engine.start()
+            [self._where] = await _vllm(engine).collective_rpc("hotbunk_addresses")
+            self._engine = engine
+        return self._engine
+
+    def weights(self, version: int) -> Tensors:
+        return list(self._weights(version))
+
+    def golden(self, prompt: Sequence[int], version: int, n: int) -> list[int]:
+        return list(self._golden(tuple(prompt), version, n))
+
+    def read_weight(self, name: str) -> bytes:
+        dtype, shape, pieces = self._where["tensors"][name]
+        whole = torch.zeros(shape, dtype=dtype_from(dtype))
+        for address, into_stride, offset, size, stride in pieces:
+            elements = 1 + sum((n - 1) * s for n, s in zip(size, into_stride, strict=True))
+            raw = self._peek(address, elements * whole.element_size() if whole.numel() else 0)
+            held = torch.frombuffer(raw, dtype=whole.dtype).as_strided(size, into_stride)
+            whole.as_strided(size, stride, offset).copy_(held)
+        return as_bytes(whole).numpy().tobytes()
+
+    def resident(self, tag: Tag) -> int:
+        """Bytes of the tag's storages that are mapped in vLLM's process."""
+        maps = Path(f"/proc/{self._where['pid']}/maps").read_text(encoding="ascii")
+        ranges = [
+            tuple(int(end, 16) for end in line.split(" ", 1)[0].split("-"))
+            for line in maps.splitlines()
+            if line.split(" ", 2)[1].startswith("rw")
+        ]
+        return sum(
+            max(0, min(last, address + nbytes) - max(first, address))
+            for address, nbytes in self._where[tag.value]
+            for first, last in ranges
+        )
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _create(self) -> Engine:
+        return create_backend("vllm", model=str(self._disk), **self._options)
+
+    async def _reset(self, engine: Engine) -> bool:
+        start = Version(0, 0)
+        transfer = MemoryTransfer(self.weights(0), version=start)
+        try:
+            async with asyncio.timeout(self.deadlines.update):
+                await engine.abort(None)
+                await engine.pause_generation(PauseMode.ABORT, clear_cache=True)
+                report = await engine.update_weights(transfer, version=start)
+                await engine.reset_caches(None)
+                await engine.resume_generation()
+                status = await engine.status()
+        except (HotbunkError, TimeoutError):
+            return False
+        idle = not (status.running or status.waiting or status.frozen or status.paused)
+        return report.verified == "applied" and idle
+
+    async def _drop(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            await engine.close()
+
+    def _weights_of(self, version: int) -> Tensors:
+        named = dict(self.model(version).named_parameters(remove_duplicate=False))
+        return [
+            (spec, as_bytes(named[spec.name]).numpy().tobytes())
+            for spec in specs_of(named.items(), TARGET).values()
+        ]
+
+    def _peek(self, address: int, nbytes: int) -> bytearray:
+        memory = os.open(f"/proc/{self._where['pid']}/mem", os.O_RDONLY)
+        try:
+            return bytearray(os.pread(memory, nbytes, address))
+        finally:
+            os.close(memory)
+
+
+def _vllm(engine: Engine) -> Any:
+    return engine.llm  # type: ignore[attr-defined]
+
+
+class _Reused(Engine):
+    """A case's view of the one engine: starting it resets that one, closing it leaves it be."""
+
+    def __init__(self, owner: VllmUnderTest) -> None:
+        self._owner = owner
+        self._engine: Engine = owner._create()  # only for what it declares
+        self.capabilities = self._engine.capabilities
+
+    async def start(self) -> None:
+        self._engine = await self._owner.engine()
+
+    async def close(self) -> None:
+        """The next case resets what this one leaves."""
+
+    async def resume(self, tags: Collection[str] | None = None) -> MemoryReport:
+        return await self._engine.resume(tags)
+
+    async def release(
+        self,
+        tags: Collection[str] | None = None,
+        *,
+        retention: Retention = Retention.DISCARD,
+        overrides: Mapping[str, Retention] | None = None,
+        keep_kv: bool = False,
+    ) -> MemoryReport:
+        return await self._engine.release(
+            tags, retention=retention, overrides=overrides, keep_kv=keep_kv
+        )
+
+    async def release_kv_cache(self, *, keep_kv: bool = False) -> MemoryReport:
+        return await self._engine.release_kv_cache(keep_kv=keep_kv)
+
+    async def resume_kv_cache(self) -> MemoryReport:
+        return await self._engine.resume_kv_cache()
+
+    async def update_weights(
+        self, transfer: Transfer, *, version: Version, scope: Scope = FULL
+    ) -> UpdateReport:
+        return await self._engine.update_weights(transfer, version=version, scope=scope)
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        return self._engine.generate(request)
+
+    async def pause_generation(
+        self, mode: PauseMode = PauseMode.ABORT, *, clear_cache: bool = True
+    ) -> PauseReport:
+        return await self._engine.pause_generation(mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        await self._engine.resume_generation()
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> AbortReport:
+        return await self._engine.abort(request_ids)
+
+    async def reset_caches(self, which: Collection[Cache] | None = None) -> None:
+        await self._engine.reset_caches(which)
+
+    async def status(self) -> BackendStatus:
+        return await self._engine.status()
+
+    async def digest(self, names: Collection[str] | None = None) -> Digests:
+        return await self._engine.digest(names)
+
+    async def memory(self) -> MemoryReport:
+        return await self._engine.memory()
