@@ -188,7 +188,11 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """Token ids in. ``media`` holds image, video and audio payloads, passed through unread."""
+    """Token ids in. ``media`` holds image, video and audio payloads, passed through unread.
+
+    The last ``continued`` tokens of the prompt are a response that was cut off: a stop string may
+    begin in them.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
@@ -197,6 +201,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     version: Version | None = None  # pinned: refuse to start under any other
     media: Mapping[str, Any] = msgspec.field(default_factory=dict)
     metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    continued: int = 0
 
 
 class TokenChunk(msgspec.Struct, frozen=True):

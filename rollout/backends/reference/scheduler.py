@@ -221,9 +221,7 @@ class Scheduler:
             chosen[s] = Chunk(s, s.computed, count)
             budget -= count
         left = [c for c in chosen.values() if c.sequence.blocks]  # without those preempted
-        return Plan(
-            tuple(c for c in left if c.decodes), tuple(c for c in left if not c.decodes)
-        )
+        return Plan(tuple(c for c in left if c.decodes), tuple(c for c in left if not c.decodes))
 
     def computed(self, plan: Plan, made_by: MadeBy) -> None:
         """A step ran: its tokens have their KV, and blocks that are full may be found by others."""
@@ -283,9 +281,9 @@ class Scheduler:
             sequence.blocks.append(block)
             sequence.keys.append(key)
         sequence.computed = len(sequence.blocks) * self.pool.size
-        if not sequence.produced and sequence.cached < 0:
+        if not sequence.produced:
+            self.cached_tokens += sequence.computed - max(sequence.cached, 0)
             sequence.cached = sequence.computed
-            self.cached_tokens += sequence.cached
 
     def _admit(self, sequence: Sequence, made_by: MadeBy) -> bool:
         """Blocks for all its tokens: found where others computed them, new for the rest."""
