@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,61 +12,24 @@ torch = pytest.importorskip("torch")
 import msgspec  # noqa: E402
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager  # noqa: E402
+from hotbunk.checkpoint_engine.policy import SyncPolicy  # noqa: E402
 from hotbunk.checkpoint_engine.transports.naive import NaiveTransport  # noqa: E402
-from hotbunk.rollout import errors  # noqa: E402
 from hotbunk.rollout.contract import (  # noqa: E402
-    Completion,
     PauseMode,
     Tag,
-    TokenChunk,
     Version,
     collect,
 )
 from hotbunk.rollout.handle import LocalHandle  # noqa: E402
-from hotbunk.rollout.memory import HostPool  # noqa: E402
 
 pytestmark = pytest.mark.anyio
 LENGTH = 60
 
 
-class Frozen:
-    """Requests under way on a replica, frozen with their KV; counts what the engine computes."""
-
-    def __init__(self, kit: Any, target: Any, prompts: list[list[int]], **options: Any) -> None:
-        self.kit, self.target, self.prompts = kit, target, prompts
-        self.streams: list[AsyncIterator[TokenChunk]] = [
-            target.generate(kit.request(p, LENGTH, **options)) for p in prompts
-        ]
-        self.begun: list[list[int]] = []
-        self.computed = 0
-        step = target.backend._runner.step
-
-        def counted(plan: Any) -> Any:
-            self.computed += sum(chunk.count for chunk in plan.chunks)
-            return step(plan)
-
-        target.backend._runner.step = counted
-
-    async def freeze(self, clear_cache: bool = False) -> None:
-        self.begun = list(
-            await asyncio.gather(*(self.kit.first_tokens(s, 5) for s in self.streams))
-        )
-        await self.target.pause_generation(PauseMode.KEEP, clear_cache=clear_cache)
-        self.computed = 0
-
-    def made(self) -> list[int]:
-        """Response tokens each has in the engine (more than were read)."""
-        return [s.produced for s in self.target.backend._scheduler.in_flight()]
-
-    async def thaw(self) -> list[list[int]]:
-        """Let them end; their responses."""
-        await self.target.resume_generation()
-        rest: list[Completion] = await asyncio.gather(*(collect(s) for s in self.streams))
-        self.target.backend.check_invariants()
-        return [[*a, *b.token_ids] for a, b in zip(self.begun, rest, strict=True)]
-
-    def goldens(self, model: Path) -> list[list[int]]:
-        return [self.kit.golden(model, p, LENGTH) for p in self.prompts]
+def manager_of(target: Any) -> CheckpointEngineManager:
+    """Syncs that leave frozen requests as they are."""
+    policy = SyncPolicy(pause=PauseMode.KEEP, clear_cache=False)
+    return CheckpointEngineManager([LocalHandle(target)], NaiveTransport(), policy=policy)
 
 
 @pytest.mark.parametrize("through", ["kv only", "sleep"])
@@ -78,7 +38,7 @@ async def test_kept_kv_comes_back_and_nothing_is_computed_again(
 ) -> None:
     model = tiny()
     target = await replica(model, block_size=8)
-    frozen = Frozen(kit, target, kit.prompts(6, longest=30))
+    frozen = kit.frozen(target, kit.prompts(6, longest=30))
     await frozen.freeze()
     made = frozen.made()
     for _ in range(3):
@@ -103,7 +63,7 @@ async def test_without_keep_kv_they_are_recomputed_and_counted_c3(
 ) -> None:
     model = tiny()
     target = await replica(model, block_size=8)
-    frozen = Frozen(kit, target, kit.prompts(4, shortest=8, longest=30))
+    frozen = kit.frozen(target, kit.prompts(4, shortest=8, longest=30))
     await frozen.freeze()
     made = frozen.made()
     report = await target.release_kv_cache()
@@ -117,7 +77,7 @@ async def test_a_pause_that_clears_the_cache_leaves_nothing_to_keep_c9(
     tiny: Any, kit: Any, replica: Any
 ) -> None:
     target = await replica(tiny(), block_size=8)
-    frozen = Frozen(kit, target, kit.prompts(3, longest=30))
+    frozen = kit.frozen(target, kit.prompts(3, longest=30))
     await frozen.freeze(clear_cache=True)
     report = await target.release_kv_cache(keep_kv=True)
     assert (report.kept_requests, report.recomputed_requests) == (0, 3)
@@ -134,7 +94,7 @@ async def test_shared_prefixes_are_saved_once_and_fit_where_they_were(
     [prompt] = kit.prompts(1, shortest=121, longest=121)
     await kit.complete(target, prompt, 1)
     tails = [[*prompt, n] for n in range(8)]
-    frozen = Frozen(kit, target, tails)
+    frozen = kit.frozen(target, tails)
     await frozen.freeze()
     used = (await target.status()).backend.kv_blocks_used
     report = await target.release_kv_cache(keep_kv=True)
@@ -153,8 +113,8 @@ async def test_an_update_outdates_what_was_kept_c1_v7(
     """While it is away it is dropped: the rest is what fresh new weights make of the prefix."""
     one, two = tiny(seed=0), tiny(seed=1)
     target = await replica(one, block_size=8)
-    manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport())
-    frozen = Frozen(kit, target, kit.prompts(4, longest=20))
+    manager = manager_of(target)
+    frozen = kit.frozen(target, kit.prompts(4, longest=20))
     await frozen.freeze()
     made = frozen.made()
     report = await target.release_kv_cache(keep_kv=True)
@@ -183,9 +143,9 @@ async def test_the_same_version_again_moves_nothing_and_keeps_the_kv_h19(
 ) -> None:
     model = tiny()
     target = await replica(model, block_size=8)
-    manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport())
+    manager = manager_of(target)
     await manager.update_weights(kit.source(model), Version(0, 1))
-    frozen = Frozen(kit, target, kit.prompts(3, longest=20))
+    frozen = kit.frozen(target, kit.prompts(3, longest=20))
     await frozen.freeze()
     made = frozen.made()
     await target.release_kv_cache(keep_kv=True)
@@ -201,7 +161,7 @@ async def test_requests_that_end_while_their_kv_is_away_leave_their_blocks(
     """Dropped, aborted or at their deadline: the others go on, and the pool is whole."""
     model = tiny()
     target = await replica(model, block_size=8)
-    frozen = Frozen(kit, target, kit.prompts(5, longest=20))
+    frozen = kit.frozen(target, kit.prompts(5, longest=20))
     await frozen.freeze()
     await target.release_kv_cache(keep_kv=True)
     ids = (await target.status()).running
@@ -225,7 +185,7 @@ async def test_a_second_release_without_keep_drops_what_the_first_one_kept(
 ) -> None:
     model = tiny()
     target = await replica(model, block_size=8)
-    frozen = Frozen(kit, target, kit.prompts(3, longest=20))
+    frozen = kit.frozen(target, kit.prompts(3, longest=20))
     await frozen.freeze()
     await target.release_kv_cache(keep_kv=True)
     report = await target.release()
@@ -233,7 +193,7 @@ async def test_a_second_release_without_keep_drops_what_the_first_one_kept(
     assert report.backup(Tag.KV_CACHE) == 0
     await target.resume(["kv_cache"])
     await target.resume()
-    manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport())
+    manager = manager_of(target)
     await manager.update_weights(kit.source(model), Version(0, 1))
     assert await frozen.thaw() == frozen.goldens(model)
 
@@ -250,119 +210,21 @@ async def test_samples_of_one_request_count_as_one(tiny: Any, kit: Any, replica:
     await stream.aclose()
 
 
-async def test_an_earlier_preemption_does_not_count_as_lost_kv(
+async def test_kv_that_was_lost_and_is_there_again_does_not_count_as_lost(
     tiny: Any, kit: Any, replica: Any
 ) -> None:
     model = tiny()
-    target = await replica(model, block_size=4, kv_cache_tokens=160, enable_prefix_caching=False)
-    frozen = Frozen(kit, target, kit.prompts(3, shortest=16, longest=16))
-    while not (await target.status()).backend.preemptions:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
-    scheduler = target.backend._scheduler
-    while len(scheduler.running) < 2 or not any(s.recomputed for s in scheduler.running):  # noqa: ASYNC110
-        await asyncio.sleep(0.0005)
-    await frozen.freeze()
-    running = [s for s in scheduler.in_flight() if s.computed]
-    assert any(s.recomputed for s in running), "the timing missed what this test is about"
+    target = await replica(model, block_size=8)
+    frozen = kit.frozen(target, kit.prompts(3, longest=20))
+    await frozen.freeze(clear_cache=True)
+    await target.resume_generation()
+    more = await asyncio.gather(*(kit.first_tokens(s, 5) for s in frozen.streams))
+    frozen.begun = [a + b for a, b in zip(frozen.begun, more, strict=True)]
+    await target.pause_generation(PauseMode.KEEP, clear_cache=False)
     report = await target.release_kv_cache(keep_kv=True)
-    lost = {s.id for s in scheduler.in_flight()} - {s.id for s in running}
-    assert (report.kept_requests, report.recomputed_requests) == (len(running), len(lost))
+    assert (report.kept_requests, report.recomputed_requests) == (3, 0)
     await target.resume_kv_cache()
     assert await frozen.thaw() == frozen.goldens(model)
-
-
-# -- when it does not work --------------------------------------------------------------------
-
-
-async def test_no_room_for_saved_kv_releases_nothing(
-    tiny: Any, kit: Any, replica: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    model = tiny()
-    target = await replica(model, block_size=8, backup_dir=str(tmp_path))
-    frozen = Frozen(kit, target, kit.prompts(3, longest=20))
-    await frozen.freeze()
-    made = frozen.made()
-    tmp_path.rmdir()
-    with pytest.raises(errors.HostOutOfMemory):
-        await target.release_kv_cache(keep_kv=True)
-    assert (await target.status()).kv == "RESIDENT"
-    assert (await target.status()).health == "ok"
-    assert await frozen.thaw() == frozen.goldens(model)
-    assert frozen.computed == sum(LENGTH - n for n in made), "a refused release lost KV"
-
-
-async def test_a_refused_release_does_not_harm_what_an_earlier_one_kept(
-    tiny: Any, kit: Any, replica: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The KV is away already; then there is no room for a backup of the weights."""
-    model = tiny()
-    target = await replica(model, block_size=8)
-    frozen = Frozen(kit, target, kit.prompts(3, longest=20))
-    await frozen.freeze()
-    made = frozen.made()
-    await target.release_kv_cache(keep_kv=True)
-
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(errors.HostOutOfMemory):
-            await target.release(retention="backup", keep_kv=True)
-    await target.resume_kv_cache()
-    assert await frozen.thaw() == frozen.goldens(model)
-    assert frozen.computed == sum(LENGTH - n for n in made)
-
-
-@pytest.mark.parametrize("keep_kv", [False, True])
-async def test_a_release_that_gave_back_too_little_did_lose_the_kv(
-    tiny: Any, kit: Any, replica: Any, monkeypatch: pytest.MonkeyPatch, keep_kv: bool
-) -> None:
-    """ReleaseIncomplete says that the content is gone: nobody goes on over zeros."""
-    model = tiny()
-    target = await replica(model, block_size=8)
-    frozen = Frozen(kit, target, kit.prompts(3, longest=20))
-    await frozen.freeze()
-    made = frozen.made()
-    with monkeypatch.context() as patch:
-        patch.setattr(HostPool, "RESIDUAL", -1.0)
-        with pytest.raises(errors.ReleaseIncomplete):
-            await target.release_kv_cache(keep_kv=keep_kv)
-    assert (await target.status()).kv == "RELEASED"
-    await target.resume_kv_cache()
-    assert await frozen.thaw() == frozen.goldens(model)
-    again = frozen.computed > sum(LENGTH - n for n in made)
-    assert again is not keep_kv
-
-
-async def test_saved_kv_that_cannot_be_read_is_computed_again(
-    tiny: Any, kit: Any, replica: Any, caplog: Any
-) -> None:
-    model = tiny()
-    target = await replica(model, block_size=8)
-    frozen = Frozen(kit, target, kit.prompts(3, longest=20))
-    await frozen.freeze()
-    await target.release_kv_cache(keep_kv=True)
-    target.backend._stash._file.truncate(100)
-    await target.resume_kv_cache()
-    assert "computed again" in caplog.text
-    assert await frozen.thaw() == frozen.goldens(model)
-
-
-async def test_closing_with_kv_away_leaves_nothing_open(
-    tiny: Any, kit: Any, replica: Any, tmp_path: Path
-) -> None:
-    target = await replica(tiny(), block_size=8, backup_dir=str(tmp_path))
-    frozen = Frozen(kit, target, kit.prompts(2, longest=20))
-    await frozen.freeze()
-    await target.release_kv_cache(keep_kv=True)
-    assert list(tmp_path.iterdir()) == [], "a file with a name outlives a killed process"
-    saved = target.backend._stash._file
-    await target.close()
-    assert saved.closed
-    for stream in frozen.streams:
-        done = await collect(stream)
-        assert (done.finish_reason, done.retryable) == ("abort", True)
 
 
 async def test_an_adapter_update_drops_only_its_users_kv(tiny: Any, kit: Any, replica: Any) -> None:
@@ -391,7 +253,7 @@ async def test_an_adapter_update_drops_only_its_users_kv(tiny: Any, kit: Any, re
     from hotbunk.conformance.kit import greedy
 
     old = await load(1)
-    frozen = Frozen(kit, target, [[1, 2, 3, 4], [5, 6, 7]])
+    frozen = kit.frozen(target, [[1, 2, 3, 4], [5, 6, 7]])
     user = target.generate(msgspec.structs.replace(kit.request([9] * 12, 40), adapter="a"))
     begun = await kit.first_tokens(user, 3)
     await frozen.freeze()

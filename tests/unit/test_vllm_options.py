@@ -66,7 +66,7 @@ def test_the_environment_gets_defaults_and_keeps_what_is_set(
     prepare_environment(made(model=str(tmp_path)))
     assert os.environ["OMP_NUM_THREADS"] == "8"
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
-    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ  # it would bind later engines, too
     assert os.environ["HF_HUB_OFFLINE"] == "1"
     monkeypatch.setattr(module, "is_cpu_build", lambda: False)
     monkeypatch.setattr(os, "environ", {})
@@ -75,13 +75,18 @@ def test_the_environment_gets_defaults_and_keeps_what_is_set(
     assert "HF_HUB_OFFLINE" not in os.environ
 
 
-def test_kv_space_of_the_environment_never_overrides_the_option(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kv_bytes_are_the_options_and_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_cpu_build", lambda: True)
     monkeypatch.setattr(os, "environ", {})
-    prepare_environment(made(kv_cache_memory_bytes=1 << 20))
-    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    assert made().to_engine_args(KNOWN)["kv_cache_memory_bytes"] == 1 << 30
+    told = made(kv_cache_memory_bytes=1 << 20)
+    assert told.to_engine_args(KNOWN)["kv_cache_memory_bytes"] == 1 << 20
+    monkeypatch.setattr(os, "environ", {"VLLM_CPU_KVCACHE_SPACE": "2"})
+    assert made().to_engine_args(KNOWN)["kv_cache_memory_bytes"] is None
+    with pytest.raises(ConfigError, match="VLLM_CPU_KVCACHE_SPACE"):
+        told.to_engine_args(KNOWN)
+    monkeypatch.setattr(module, "is_cpu_build", lambda: False)
+    assert told.to_engine_args(KNOWN)["kv_cache_memory_bytes"] == 1 << 20
 
 
 def test_without_vllm_the_extra_is_named() -> None:

@@ -284,15 +284,14 @@ class ReferenceEngine(Generating):
     def _outdate_caches(self, groups: Collection[str]) -> None:
         """KV that older weights made: nobody new may find it, and what was saved is worthless."""
         self._scheduler.pool.forget_all()
+        alive = set(self._scheduler.everyone())
         concerned = {
-            s
-            for s in self._scheduler.everyone()
-            if TARGET in groups or f"{ADAPTER_PREFIX}{s.request.adapter}" in groups
+            s for s in alive if TARGET in groups or f"{ADAPTER_PREFIX}{s.request.adapter}" in groups
         }
         if self._stash is not None:
             for s in self._stash.held & concerned:
                 self._scheduler.drop_kv(s)
-            self._stash.held -= concerned
+            self._stash.held &= alive - concerned
             if not self._stash.held:
                 self._forget_stash()
         self._scheduler.outdated(concerned)

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 
 from hotbunk.conformance.backends import under_test
+from hotbunk.conformance.backends.vllm import VllmUnderTest
+from hotbunk.conformance.under_test import BackendUnderTest
+from hotbunk.rollout.contract import Engine
+from hotbunk.rollout.replica import Replica
 
 # Elsewhere than in .venv-vllm there is nothing to test.
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
@@ -34,14 +38,28 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="session")
-async def untied(anyio_backend: str) -> AsyncIterator[object]:
+async def untied(anyio_backend: str) -> AsyncIterator[BackendUnderTest]:
     it = under_test("vllm")
     yield it
     await it.finish()
 
 
 @pytest.fixture(scope="session")
-async def tied(anyio_backend: str) -> AsyncIterator[object]:
+async def tied(anyio_backend: str) -> AsyncIterator[BackendUnderTest]:
     it = under_test("vllm", tied=True)
     yield it
     await it.finish()
+
+
+@pytest.fixture
+async def engine(untied: VllmUnderTest) -> Engine:
+    """The running engine, at version 0."""
+    return await untied.engine()
+
+
+@pytest.fixture
+async def replica(untied: VllmUnderTest) -> AsyncIterator[Replica]:
+    it = Replica(await untied.start(), name="vllm", deadlines=untied.deadlines)
+    await it.start()
+    yield it
+    await it.close()
