@@ -444,6 +444,8 @@ class Replica:
             async with entry.waiting():
                 return await anext(stream)
         except errors.HotbunkError:
+            if entry.gone:  # who was slow to read is told what the others were told
+                return None
             raise
         except StopAsyncIteration:
             raise errors.EngineFailed(
