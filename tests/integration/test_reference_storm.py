@@ -165,7 +165,7 @@ class Storm:
     async def paused(self) -> None:
         """A pause of any kind, and an update, a KV release or nothing under it."""
         rng = self.rng
-        mode, clear = rng.choice(list(PauseMode)), rng.random() < 0.7
+        mode, clear = rng.choice([*PauseMode, PauseMode.KEEP]), rng.random() < 0.5
         keeps = mode is PauseMode.KEEP and not clear
         owners = ["caller", "other"][: 2 if rng.random() < 0.3 else 1]
         pause = self.target.pause_generation
@@ -258,7 +258,9 @@ class Storm:
         """Transformers makes the same tokens, each span under its own weights; how many."""
         by_version: dict[int, list[tuple[list[int], int, int]]] = defaultdict(list)
         fresh = [(r, d) for r, d in self.done if r.request_id not in self.stale]
-        for request, done in random.Random(0).sample(fresh, min(most, len(fresh))):
+        random.Random(0).shuffle(fresh)
+        fresh.sort(key=lambda pair: len(pair[1].spans), reverse=True)  # where things can go wrong
+        for request, done in fresh[:most]:
             whole, p = [*request.prompt, *done.token_ids], len(request.prompt)
             for span in done.spans:
                 by_version[span.version.step].append((whole, p + span.start, p + span.end))
@@ -310,7 +312,7 @@ async def test_64_streams_through_200_cycles_h2_h4_k1_v6_v12(revealing: Any, rep
     async with asyncio.timeout(90):
         await storm.run(CYCLES)
     storm.check_ends()
-    assert storm.check_tokens(300) > 1000
+    assert storm.check_tokens(500) > 1000
     status = await target.status()
     assert (status.running, status.held, status.is_paused, status.health) == ((), (), False, "ok")
     assert status.backend.kv_blocks_used == 0
