@@ -20,13 +20,14 @@ STAMP := .venv/.made-from-$(KEY)
 ENGINE ?= vllm
 ENGINE_BIN := .venv-$(ENGINE)/bin
 
-.PHONY: help venv test check lint types layers format demo wheel clean engine-venv engine-bin test-engines
+.PHONY: help venv test check lint types layers format demo wheel clean engine-venv engine-bin test-engines soak
 
 help:
 	@echo 'make venv    the environment in .venv, with an editable install'
 	@echo 'make test    the tests (PYTEST_ARGS="-k name" for some of them)'
 	@echo 'make check   ruff, mypy, layers'
 	@echo 'make format  let ruff rewrite the files'
+	@echo 'make soak    storms and state machines, ten times over'
 	@echo 'make demo    a short training run into runs/demo'
 	@echo 'make wheel   sdist and wheels into dist/, each installed and tried in a bare environment'
 	@echo 'make clean   remove what the others made'
@@ -78,6 +79,14 @@ engine-venv: venv
 engine-bin:
 	@$(MAKE) --no-print-directory engine-venv >&2
 	@echo '$(CURDIR)/$(ENGINE_BIN)/hotbunk'
+
+# What would take CI too long: the storms and state machines, ten times over.
+soak: venv
+	for round in 1 2 3 4 5 6 7 8 9 10; do \
+		$(BIN)/pytest -q tests/integration/test_reference_storm.py tests/integration/test_reference_steps.py \
+			tests/integration/test_state_machine_reference.py tests/integration/test_conformance_reference.py \
+			tests/unit/test_state_machine_oracle.py $(PYTEST_ARGS) || exit 1; \
+	done
 
 # One OpenMP thread: with two, each waits for the other whenever something else wants a core.
 test-engines: export OMP_NUM_THREADS = 1

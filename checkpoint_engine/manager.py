@@ -273,7 +273,7 @@ class CheckpointEngineManager:
         await handle.pause_generation(policy.pause, clear_cache=policy.clear_cache, owner=SYNC)
         if self.free_cache_engine:
             run.wakes_kv = fenced and before.kv is KV.RELEASED
-            if policy.release_kv is ReleaseKV.ALWAYS and before.kv is KV.RESIDENT:
+            if policy.release_kv == ReleaseKV.ALWAYS and before.kv is KV.RESIDENT:
                 run.wakes_kv = True
                 run.undo.append(handle.resume_kv_cache)
                 await handle.release_kv_cache()

@@ -6,7 +6,7 @@ import asyncio
 
 from hotbunk.conformance.case import case
 from hotbunk.conformance.rig import Rig, check_aborted, expect
-from hotbunk.rollout.contract import FinishReason, PauseMode, Version
+from hotbunk.rollout.contract import FinishReason, PauseMode, Sampling, Version
 from hotbunk.rollout.errors import ReplicaRejecting, RequestRejected, UsageError
 
 
@@ -143,10 +143,11 @@ async def a_pinned_version_is_served_or_refused(rig: Rig) -> None:
 
 @case()
 async def senseless_requests_are_refused(rig: Rig) -> None:
-    """No prompt, no tokens asked for, or an id in use: a UsageError, and others go on."""
+    """No prompt, no tokens or responses asked for, or an id in use: a UsageError, and others go on."""
     await rig.load(1)
     await expect(UsageError, rig.complete(()))
     await expect(UsageError, rig.complete(rig.ut.prompts[0], -1))
+    await expect(UsageError, rig.complete(rig.ut.prompts[0], sampling=Sampling(n=0)))
     twice = rig.request(rig.ut.prompts[0])
     first = rig.read(twice)
     await asyncio.sleep(0)
