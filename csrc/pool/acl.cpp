@@ -15,7 +15,7 @@ using namespace acl;
 class AclDriver : public Driver {
  public:
   AclDriver() {
-    addressable = false;
+    addressable = direct = false;
     fresh_is_zero = false;
     per_process = false;
   }

@@ -17,7 +17,7 @@ using namespace cuda;
 class CudaDriver : public Driver {
  public:
   CudaDriver() {
-    addressable = false;
+    addressable = direct = false;
     fresh_is_zero = false;
     per_process = false;
   }

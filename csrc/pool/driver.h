@@ -50,6 +50,7 @@ class Driver {
 
   uint64_t granularity = 1;
   bool addressable = true;    // the host may read and write a mapped range
+  bool direct = true;         // backups are written straight from it, and read straight into it
   bool fresh_is_zero = true;  // new memory holds zeros
   bool per_process = true;    // resident() tells the truth; else only info() does
   std::string kind;

@@ -11,7 +11,7 @@ class FakeDriver : public Driver {
  public:
   explicit FakeDriver(uint64_t capacity) : device(capacity) {
     granularity = FakeDevice::kGranularity;
-    fresh_is_zero = false;
+    direct = fresh_is_zero = false;
     per_process = false;
     kind = "fake";
   }

@@ -122,7 +122,7 @@ Status Pool::drop(hb_arena id) {
   if (!arena) return no_arena(id);
   auto device = device_lock();
   std::lock_guard<std::mutex> busy(arena->busy);
-  if (!driver_->addressable) driver_->sync();  // the device may still work on it
+  if (!driver_->direct) driver_->sync();  // the device may still work on it
   std::lock_guard<std::mutex> lock(table_);
   if (arena->dropped) return no_arena(id);
   if (arena->mapped)

@@ -44,7 +44,7 @@ void Pool::plan(const Arena &arena, bool whole, Backup *backup) const {
 }
 
 Status Pool::save(Arena &arena, const Backup &backup) {
-  if (driver_->addressable) {
+  if (driver_->direct) {
     for (const Kept &kept : backup.ranges) {
       const void *from = reinterpret_cast<const void *>(arena.address + kept.offset);
       Status status = store_->write(backup.handle, from, kept.nbytes, kept.at);
@@ -68,7 +68,7 @@ Status Pool::save(Arena &arena, const Backup &backup) {
 
 Status Pool::restore(Arena &arena) {
   const Backup &backup = arena.backup;
-  if (driver_->addressable) {
+  if (driver_->direct) {
     for (const Kept &kept : backup.ranges) {
       void *to = reinterpret_cast<void *>(arena.address + kept.offset);
       Status status = store_->read(backup.handle, to, kept.nbytes, kept.at);

@@ -20,7 +20,7 @@ from hotbunk.rollout.errors import (
     ReleaseIncomplete,
     ResumeOutOfMemory,
 )
-from hotbunk.rollout.memory import PAGE, HostArena, HostPool, Survival
+from hotbunk.rollout.memory import PAGE, NativeArena, HostPool, Survival
 
 MIB = 1 << 20
 BACKUP, DISCARD = Retention.BACKUP, Retention.DISCARD
@@ -33,7 +33,7 @@ def pool(tmp_path: Path) -> Iterator[HostPool]:
     made.close()
 
 
-def filled(pool: HostPool, tag: str, group: str = "", *, size: int = 4 * MIB) -> HostArena:
+def filled(pool: HostPool, tag: str, group: str = "", *, size: int = 4 * MIB) -> NativeArena:
     """An arena with 2 MiB of content and two small regions of state, all of it random."""
     arena = pool.arena(tag, size, group)
     arena.add("content", 2 * MIB)
@@ -44,11 +44,11 @@ def filled(pool: HostPool, tag: str, group: str = "", *, size: int = 4 * MIB) ->
     return arena
 
 
-def content_of(arena: HostArena) -> dict[str, bytes]:
+def content_of(arena: NativeArena) -> dict[str, bytes]:
     return {name: bytes(arena.view(region)) for name, region in arena.regions.items()}
 
 
-def unchanged(pool: HostPool, arenas: dict[HostArena, dict[str, bytes]]) -> None:
+def unchanged(pool: HostPool, arenas: dict[NativeArena, dict[str, bytes]]) -> None:
     for arena, before in arenas.items():
         assert not arena.released
         assert content_of(arena) == before
