@@ -96,7 +96,9 @@ def resident_bytes(ranges: Mapping[str, tuple[int, int]]) -> dict[str, int]:
 class NativeArena(Arena):
     """An arena of a :class:`NativePool`."""
 
-    def __init__(self, pool: NativePool, number: int, info: ArenaInfo, tag: str, group: str) -> None:
+    def __init__(
+        self, pool: NativePool, number: int, info: ArenaInfo, tag: str, group: str
+    ) -> None:
         self.tag, self.group = tag, group
         self.address = int(info.address)
         self.size = int(info.size + info.persistent)

@@ -17,7 +17,7 @@ from hotbunk.rollout.errors import (
     MemoryFault,
     SessionError,
 )
-from hotbunk.rollout.memory import ALIGN, PAGE, NativeArena, HostPool, Survival
+from hotbunk.rollout.memory import ALIGN, PAGE, HostPool, NativeArena, Survival
 
 MIB = 1 << 20
 BACKUP, DISCARD, RESIDENT = Retention.BACKUP, Retention.DISCARD, Retention.RESIDENT

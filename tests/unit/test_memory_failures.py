@@ -20,7 +20,7 @@ from hotbunk.rollout.errors import (
     ReleaseIncomplete,
     ResumeOutOfMemory,
 )
-from hotbunk.rollout.memory import PAGE, NativeArena, HostPool, Survival
+from hotbunk.rollout.memory import PAGE, HostPool, NativeArena, Survival
 
 MIB = 1 << 20
 BACKUP, DISCARD = Retention.BACKUP, Retention.DISCARD

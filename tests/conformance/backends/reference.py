@@ -13,10 +13,10 @@ import torch
 from hotbunk.checkpoint_engine.source import specs_of
 from hotbunk.conformance.kit import greedy, make_adapter, make_model, merged, save_model
 from hotbunk.conformance.under_test import BackendUnderTest, Tensors
+from hotbunk.rollout.arena import Survival
 from hotbunk.rollout.backends.reference.engine import ReferenceEngine
 from hotbunk.rollout.contract import ADAPTER_PREFIX, TARGET, Engine, Tag
 from hotbunk.rollout.kernels import as_bytes
-from hotbunk.rollout.memory import Survival
 from hotbunk.rollout.registry import create_backend
 
 
