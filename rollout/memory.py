@@ -343,9 +343,9 @@ class NativePool(MemoryPool):
         """Fake driver: the nth call of ``function`` from now on fails. 0: none does."""
         assert not self.lib.hb_fake_fail(self.number, function.encode(), nth, code)
 
-    def lie(self, nbytes: int, looks: int) -> None:
-        """Fake driver: free memory is told ``nbytes`` too low, the next ``looks`` times."""
-        assert not self.lib.hb_fake_lie(self.number, nbytes, looks)
+    def lie(self, nbytes: int, *, after: int, looks: int) -> None:
+        """Fake driver: ``after`` honest answers, then free memory is told too low."""
+        assert not self.lib.hb_fake_lie(self.number, nbytes, after, looks)
 
     def count(self, what: str) -> int:
         """Fake driver: calls of a function, or live ranges, memory, maps, stores, bytes."""

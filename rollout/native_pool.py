@@ -155,7 +155,7 @@ _SIGNATURES: Final[dict[str, tuple[type, tuple[type, ...]]]] = {
     "hb_pool_check": (c_int32, (_POOL, _OUT)),
     "hb_resident": (c_int64, (c_uint64, c_uint64)),
     "hb_fake_fail": (c_int32, (_POOL, c_char_p, c_uint64, c_int32)),
-    "hb_fake_lie": (c_int32, (_POOL, c_uint64, c_uint64)),
+    "hb_fake_lie": (c_int32, (_POOL, c_uint64, c_uint64, c_uint64)),
     "hb_fake_count": (c_int64, (_POOL, c_char_p)),
 }
 

@@ -168,8 +168,8 @@ HB_API int32_t hb_pool_check(hb_pool pool, hb_outcome *outcome);
 // "store_read", or "*" for any of them. Several may be armed; `nth` 0 disarms all.
 HB_API int32_t hb_fake_fail(hb_pool pool, const char *function, uint64_t nth, int32_t code);
 
-// Free memory is told `bytes` too low for the next `looks` times it is asked for.
-HB_API int32_t hb_fake_lie(hb_pool pool, uint64_t bytes, uint64_t looks);
+// After `after` more honest answers, free memory is told `bytes` too low `looks` times.
+HB_API int32_t hb_fake_lie(hb_pool pool, uint64_t bytes, uint64_t after, uint64_t looks);
 
 // How often `function` ("*": any) was called, and what is alive: "ranges", "memory", "maps",
 // "stores", "bytes". Negative: no such counter.

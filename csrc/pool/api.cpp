@@ -289,10 +289,10 @@ int32_t hb_fake_fail(hb_pool pool, const char *function, uint64_t nth, int32_t c
   return HB_OK;
 }
 
-int32_t hb_fake_lie(hb_pool pool, uint64_t bytes, uint64_t looks) {
+int32_t hb_fake_lie(hb_pool pool, uint64_t bytes, uint64_t after, uint64_t looks) {
   auto held = hb::pool_of(pool);
   if (!held || !held->fake) return HB_E_INVALID;
-  held->fake->lie(bytes, looks);
+  held->fake->lie(bytes, after, looks);
   return HB_OK;
 }
 

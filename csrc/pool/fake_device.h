@@ -37,9 +37,10 @@ class FakeDevice {
       armed_.clear();
   }
 
-  void lie(uint64_t bytes, uint64_t looks) {
+  void lie(uint64_t bytes, uint64_t after, uint64_t looks) {
     std::lock_guard<std::mutex> lock(mutex_);
     hidden_ = bytes;
+    honest_ = after;
     looks_ = looks;
   }
 
@@ -134,7 +135,9 @@ class FakeDevice {
     std::lock_guard<std::mutex> lock(mutex_);
     *total = capacity_;
     *free = capacity_ - used_;
-    if (looks_) {
+    if (honest_) {
+      --honest_;
+    } else if (looks_) {
       --looks_;
       *free -= hidden_ < *free ? hidden_ : *free;
     }
@@ -166,7 +169,7 @@ class FakeDevice {
   std::mutex mutex_;
   Ranges ranges_;
   uint64_t capacity_, used_ = 0, last_ = 0;
-  uint64_t hidden_ = 0, looks_ = 0;
+  uint64_t hidden_ = 0, honest_ = 0, looks_ = 0;
   int stores_ = 0;
   std::vector<Armed> armed_;
   std::map<std::string, uint64_t> calls_;

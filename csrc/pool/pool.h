@@ -63,6 +63,10 @@ class Pool {
         store_(std::move(opened.store)),
         wait_ms_(wait_ms) {}
 
+  ~Pool() {
+    if (staging_) driver_->free_staging(staging_);
+  }
+
   Status open(const std::string &tag, const std::string &group, uint64_t nbytes,
               uint64_t persistent, hb_arena *arena);
   Status add(hb_arena id, const std::string &name, uint64_t nbytes, int32_t policy,
@@ -100,6 +104,7 @@ class Pool {
 
   // verbs.cpp
   void plan(const Arena &arena, bool whole, Backup *backup) const;
+  Status need_staging();
   Status save(Arena &arena, const Backup &backup);
   Status restore(Arena &arena);
   Status zero(Arena &arena);
@@ -120,6 +125,7 @@ class Pool {
   std::mutex error_;
   std::map<hb_arena, Held> arenas_;
   hb_arena last_ = 0;
+  void *staging_ = nullptr;
   hb_outcome last_error_{};
 };
 

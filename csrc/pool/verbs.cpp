@@ -43,6 +43,14 @@ void Pool::plan(const Arena &arena, bool whole, Backup *backup) const {
   backup->nbytes = at;
 }
 
+// Kept once it is there: page-locking memory takes longer than many a copy through it. Verbs on
+// devices hold the device lock, so one is enough.
+Status Pool::need_staging() {
+  if (!staging_) staging_ = driver_->staging(kChunk);
+  if (staging_) return {};
+  return Status::no_memory(HB_E_HOST_NOMEM, kChunk, 0, "no memory of the host to copy through");
+}
+
 Status Pool::save(Arena &arena, const Backup &backup) {
   if (driver_->direct) {
     for (const Kept &kept : backup.ranges) {
@@ -52,17 +60,14 @@ Status Pool::save(Arena &arena, const Backup &backup) {
     }
     return {};
   }
-  uint64_t chunk = std::min(kChunk, backup.nbytes);
-  void *staging = driver_->staging(chunk);
-  if (!staging) return Status::no_memory(HB_E_HOST_NOMEM, chunk, 0, "no memory to copy through");
+  if (Status status = need_staging(); status.failed()) return status;
   Status status;
   for (const Kept &kept : backup.ranges)
-    for (uint64_t done = 0; done < kept.nbytes && !status.failed(); done += chunk) {
-      uint64_t n = std::min(chunk, kept.nbytes - done);
-      status = driver_->to_host(staging, arena.address + kept.offset + done, n);
-      if (!status.failed()) status = store_->write(backup.handle, staging, n, kept.at + done);
+    for (uint64_t done = 0; done < kept.nbytes && !status.failed(); done += kChunk) {
+      uint64_t n = std::min(kChunk, kept.nbytes - done);
+      status = driver_->to_host(staging_, arena.address + kept.offset + done, n);
+      if (!status.failed()) status = store_->write(backup.handle, staging_, n, kept.at + done);
     }
-  driver_->free_staging(staging);
   return status;
 }
 
@@ -77,18 +82,15 @@ Status Pool::restore(Arena &arena) {
     return {};
   }
   if (!backup.nbytes) return {};
-  uint64_t chunk = std::min(kChunk, backup.nbytes);
-  void *staging = driver_->staging(chunk);
-  if (!staging) return Status::no_memory(HB_E_HOST_NOMEM, chunk, 0, "no memory to copy through");
+  if (Status status = need_staging(); status.failed()) return status;
   Status status;
   for (const Kept &kept : backup.ranges)
-    for (uint64_t done = 0; done < kept.nbytes && !status.failed(); done += chunk) {
-      uint64_t n = std::min(chunk, kept.nbytes - done);
-      status = store_->read(backup.handle, staging, n, kept.at + done);
+    for (uint64_t done = 0; done < kept.nbytes && !status.failed(); done += kChunk) {
+      uint64_t n = std::min(kChunk, kept.nbytes - done);
+      status = store_->read(backup.handle, staging_, n, kept.at + done);
       if (!status.failed())
-        status = driver_->from_host(arena.address + kept.offset + done, staging, n);
+        status = driver_->from_host(arena.address + kept.offset + done, staging_, n);
     }
-  driver_->free_staging(staging);
   return status;
 }
 
