@@ -244,9 +244,10 @@ Status Pool::measured(uint64_t before, uint64_t expected, const std::vector<Held
 Status Pool::release(const std::vector<Choice> &choices, hb_outcome *outcome) {
   std::vector<Held> going, residue, forgetting;
   std::vector<bool> whole;
-  std::vector<std::unique_lock<std::mutex>> locks;
   auto device = device_lock();
-  for (Held &arena : all()) {
+  std::vector<Held> everyone = all();  // outlives the locks, also of those dropped meanwhile
+  std::vector<std::unique_lock<std::mutex>> locks;
+  for (Held &arena : everyone) {
     auto choice = std::find_if(choices.begin(), choices.end(), [&](const Choice &one) {
       return one.tag == arena->tag && (one.any_group || one.group == arena->group);
     });
@@ -310,9 +311,10 @@ Status Pool::release(const std::vector<Choice> &choices, hb_outcome *outcome) {
 
 Status Pool::resume(const std::vector<std::string> &tags, hb_outcome *outcome) {
   std::vector<Held> wanted;
-  std::vector<std::unique_lock<std::mutex>> locks;
   auto device = device_lock();
-  for (Held &arena : all()) {
+  std::vector<Held> everyone = all();  // outlives the locks, also of those dropped meanwhile
+  std::vector<std::unique_lock<std::mutex>> locks;
+  for (Held &arena : everyone) {
     if (std::find(tags.begin(), tags.end(), arena->tag) == tags.end()) continue;
     locks.emplace_back(arena->busy);
     if (!arena->dropped && arena->released) wanted.push_back(arena);

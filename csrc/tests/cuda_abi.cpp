@@ -1,9 +1,11 @@
 // Our declarations of the CUDA driver API against cuda.h. Compiled where there is one, never run.
 #include <cuda.h>
 
+#include <cstddef>
 #include <type_traits>
 
 #include "../pool/cuda_api.h"
+#include "same.h"
 
 namespace ours = hb::cuda;
 
@@ -30,19 +32,6 @@ static_assert(ours::kAttributeVmm == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEME
 static_assert(ours::kAttributeRdma ==
               CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
 
-// Same number of parameters, each of the same size and kind.
-template <typename Ours, typename Theirs>
-struct Same : std::false_type {};
-template <typename R, typename... A, typename S, typename... B>
-struct Same<R (*)(A...), S(B...)> {
-  template <typename X, typename Y>
-  static constexpr bool alike = sizeof(X) == sizeof(Y) &&
-                                std::is_pointer_v<X> == std::is_pointer_v<Y>;
-  static constexpr bool value = sizeof...(A) == sizeof...(B) && [] {
-    if constexpr (sizeof...(A) == sizeof...(B)) return (alike<A, B> && ...) && true;
-    return false;
-  }();
-};
 #define HB_SAME(member, function) \
   static_assert(Same<decltype(ours::Api::member), decltype(function)>::value)
 
