@@ -217,7 +217,8 @@ def run(tell: Callable[[str], None]) -> tuple[list[Row], str]:
     rows.append(Row("pool_growth", grown[0], None, None, "bytes", None, None, CYCLES, grown * 2))
     threads = min(len(os.sched_getaffinity(0)), 8)
     settings = (
-        f"{NBYTES / GIB:g} GiB, {' and '.join(kinds)} memory, backups in files in {where or "the temporary folder"}, up to {threads} "
+        f"{NBYTES / GIB:g} GiB, {' and '.join(kinds)} memory, backups in files of "
+        f"{where or 'the temporary folder'}, up to {threads} "
         f"threads of ours and {torch.get_num_threads()} of torch; limits: munmap, page faults and "
         "one plain copy into fresh memory, each over huge pages, by one thread"
     )
