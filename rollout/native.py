@@ -1,7 +1,8 @@
 """The Python face of csrc: finds the shared library and gives every function its signature.
 
 The library has a C ABI and is bound with ctypes, so neither torch nor a compiler is needed to use
-it. All ``argtypes`` and ``restype`` are set in :func:`_bind` and nowhere else.
+it. All ``argtypes`` and ``restype`` are set in :func:`_bind`, the pool's in
+:mod:`hotbunk.rollout.native_pool`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import Final
 
 import hotbunk
+from hotbunk.rollout import native_pool
 from hotbunk.rollout.errors import HotbunkError
 
 __all__ = ["ABI_VERSION", "Native", "NativeUnavailable", "available", "load", "path"]
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 """``HB_ABI_VERSION`` of csrc/include/hotbunk.h that this file was written against."""
 
 _FILE_NAME: Final = (
@@ -116,6 +118,7 @@ def _bind(lib: ctypes.CDLL, file: Path) -> None:
         lib.hb_version.restype = ctypes.c_char_p
         lib.hb_page_size.argtypes = []
         lib.hb_page_size.restype = ctypes.c_int64
+        native_pool.bind(lib)
     except AttributeError as error:
         raise NativeUnavailable(
             f"the native library lacks a function: {error}",

@@ -15,16 +15,17 @@ from typing import Any
 import torch
 
 from hotbunk.rollout import errors
+from hotbunk.rollout.arena import Survival
 from hotbunk.rollout.backends.reference.attention import StepContext
 from hotbunk.rollout.backends.reference.lora import AdapterBank
 from hotbunk.rollout.backends.reference.options import ReferenceOptions
 from hotbunk.rollout.backends.reference.sampler import Drawn, draw
 from hotbunk.rollout.backends.reference.scheduler import Plan, Sequence
 from hotbunk.rollout.backends.reference.weights import load_model
-from hotbunk.rollout.binding import ModuleBinding, dtype_from
+from hotbunk.rollout.binding import ModuleBinding, dtype_from, tensor_over
 from hotbunk.rollout.contract import TARGET, Tag
 from hotbunk.rollout.kernels import as_bytes, fingerprint
-from hotbunk.rollout.memory import HostPool
+from hotbunk.rollout.memory import host_pool
 
 
 class ModelRunner:
@@ -32,7 +33,7 @@ class ModelRunner:
 
     def __init__(self, options: ReferenceOptions) -> None:
         self._backup_dir = options.backup_dir or tempfile.gettempdir()
-        self.pool = HostPool(Path(self._backup_dir))
+        self.pool = host_pool(Path(self._backup_dir))
         self._block_size = options.block_size
         self.blocks = options.kv_cache_tokens // options.block_size
         self.model = load_model(options)
@@ -50,8 +51,8 @@ class ModelRunner:
         shape = (config.num_hidden_layers, 2, self.blocks * self._block_size, heads, dim)
         nbytes = dtype.itemsize * math.prod(shape)
         arena = self.pool.arena(Tag.KV_CACHE, nbytes)
-        region = arena.add("kv", nbytes)
-        return torch.frombuffer(arena.view(region), dtype=dtype).view(shape)
+        region = arena.add("kv", nbytes, Survival.ZERO)  # never read undefined after a wake
+        return tensor_over(self.pool, arena, region, dtype).view(shape)
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Drawn | None]:
