@@ -160,9 +160,9 @@ class Gate:
         """
         if request.request_id in self.entries:
             raise UsageError(f"request id {request.request_id!r} is already in flight")
-        if not request.prompt or request.sampling.max_tokens < 1:
+        if not request.prompt or request.sampling.max_tokens < 1 or request.sampling.n < 1:
             raise UsageError(
-                f"request {request.request_id!r} needs a prompt and max_tokens of 1 or more"
+                f"request {request.request_id!r} needs a prompt, and max_tokens and n of 1 or more"
             )
         if self.rejecting:
             raise ReplicaRejecting(
@@ -222,6 +222,11 @@ class Gate:
         if len(adapters) < len(groups):
             return None
         return [key for key, entry in self.entries.items() if entry.request.adapter in adapters]
+
+    def pinned_to_others(self, version: Version) -> list[str]:
+        """Ids of the requests that only another version may serve."""
+        pins = {key: entry.request.version for key, entry in self.entries.items()}
+        return [key for key, pin in pins.items() if pin not in (None, version)]
 
     def let_go(
         self,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -27,6 +27,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+EXPERTS: dict[str, Any] = {  # of families whose name ends in ``_moe``
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 _SCALE = 5.0  # of matrices; twice that where head and embedding are one
 
 
@@ -35,7 +41,9 @@ def make_model(family: str, version: int, *, tied: bool = False, **sizes: int) -
 
     ``sizes`` replace some of :data:`SIZES`.
     """
-    config = AutoConfig.for_model(family, **{**SIZES, **sizes}, tie_word_embeddings=tied)
+    experts = EXPERTS if family.endswith("_moe") else {}
+    sizes = {**SIZES, **experts, **sizes}
+    config = AutoConfig.for_model(family, **sizes, tie_word_embeddings=tied)
     with torch.random.fork_rng():
         torch.manual_seed(1000 + version)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -54,6 +62,21 @@ def save_model(
     """The version as a model directory (config.json and safetensors)."""
     make_model(family, version, tied=tied, **sizes).save_pretrained(directory)
     return directory
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """What the tokenizer of :func:`save_tokenizer` makes of tokens: two hexadecimal digits each."""
+    return bytes(tokens).hex()
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Write a tokenizer beside a model; the text of any tokens is :func:`text_of`."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = {f"{token:02x}": token for token in range(SIZES["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="00"))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
 
 
 def make_adapter(model: Any, name: str, version: int, rank: int = 4) -> dict[str, torch.Tensor]:

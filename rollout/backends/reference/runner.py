@@ -5,6 +5,7 @@ Everything here runs on the engine's own thread, between or in steps.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
 from collections.abc import Collection, Iterable
@@ -84,28 +85,24 @@ class ModelRunner:
         return [next(results) if c.samples else None for c in chunks]
 
     def save_kv(self, sequences: Iterable[Sequence]) -> KVStash:
-        """Copy the KV of these sequences to the host.
+        """Copy the KV blocks of these sequences to the host.
 
         :raises HostOutOfMemory: there is no room for it.
         """
-        stash = KVStash(self._backup_dir)
-        for sequence in sequences:
-            if sequence.computed:
-                stash.save(sequence, self._kv[:, :, self._slots(sequence)])
+        stash = KVStash(self._backup_dir, {s for s in sequences if s.computed})
+        for block in stash.blocks:
+            stash.save(self._block(block))
         return stash
 
     def restore_kv(self, stash: KVStash) -> None:
-        """Copy it back into the blocks the sequences have now."""
-        for sequence in stash.held:
-            slots = self._slots(sequence)
-            like = self._kv[:, :, slots]
-            self._kv.index_copy_(2, slots, stash.load(sequence, like))
+        """Copy it back to where it was. :raises MemoryFault, OSError: it cannot be read."""
+        for at, block in enumerate(stash.blocks):
+            place = self._block(block)
+            place.copy_(stash.load(at, place))
 
-    def _slots(self, sequence: Sequence) -> torch.Tensor:
-        within = torch.arange(self._block_size)
-        blocks = torch.tensor(sequence.blocks, dtype=torch.long)
-        slots = (blocks[:, None] * self._block_size + within).view(-1)
-        return slots[: sequence.computed]
+    def _block(self, block: int) -> torch.Tensor:
+        """A block's KV [layers, 2, tokens, heads, head_dim], as it lies in the arena."""
+        return self._kv[:, :, block * self._block_size : (block + 1) * self._block_size]
 
     def digest(self, names: Collection[str] | None) -> dict[str, int]:
         """Fingerprints of all state, or of ``names``."""
@@ -123,37 +120,45 @@ class ModelRunner:
 
 
 class KVStash:
-    """KV of frozen sequences, in an unlinked file on the host."""
+    """KV blocks of the sequences ``held``, each once, in an unlinked file on the host.
 
-    def __init__(self, directory: str) -> None:
-        # Lives as long as the stash; it has no name, so nothing outlives the process.
-        self._file = tempfile.TemporaryFile(dir=directory, prefix="hotbunk-")  # noqa: SIM115
-        self._directory = directory
-        self.held: dict[Sequence, int] = {}
+    :raises HostOutOfMemory: no file can be made there.
+    """
+
+    def __init__(self, directory: str, held: set[Sequence]) -> None:
+        self.held = held
+        self.blocks = sorted({block for sequence in held for block in sequence.blocks})
         self.nbytes = 0
-
-    def save(self, sequence: Sequence, kv: torch.Tensor) -> None:
-        """Append one sequence's KV [layers, 2, tokens, heads, head_dim]."""
-        data = memoryview(as_bytes(kv.contiguous()).numpy().data)
         try:
-            self._file.seek(self.nbytes)
+            # Lives as long as the stash; it has no name, so nothing outlives the process.
+            self._file = tempfile.TemporaryFile(dir=directory, prefix="hotbunk-")  # noqa: SIM115
+        except OSError as error:
+            raise errors.HostOutOfMemory(0, 0, where=str(error)) from error
+
+    def save(self, block: torch.Tensor) -> None:
+        """Append the next block. :raises HostOutOfMemory: no room; the stash is closed."""
+        data = as_bytes(block.contiguous()).numpy().data
+        try:
             self._file.write(data)
             self._file.flush()
         except OSError as error:
             self.close()
-            raise errors.HostOutOfMemory(data.nbytes, 0) from error
-        self.held[sequence] = self.nbytes
+            raise errors.HostOutOfMemory(data.nbytes, 0, where=str(error)) from error
         self.nbytes += data.nbytes
 
-    def load(self, sequence: Sequence, like: torch.Tensor) -> torch.Tensor:
-        """Read one sequence's KV back, shaped as ``like``."""
+    def load(self, at: int, like: torch.Tensor) -> torch.Tensor:
+        """Read the block at that place among ``blocks``, shaped as ``like``.
+
+        :raises MemoryFault: it is not all there.
+        """
         wanted = like.numel() * like.element_size()
-        self._file.seek(self.held[sequence])
+        self._file.seek(at * wanted)
         data = bytearray(self._file.read(wanted))
         if len(data) != wanted:
-            raise errors.MemoryFault(f"the saved KV of {sequence.id!r} is cut short")
+            raise errors.MemoryFault("saved KV is cut short")
         return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
 
     def close(self) -> None:
         """Forget it."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk is told once, by save
+            self._file.close()
