@@ -83,6 +83,10 @@ class MemoryPool(ABC):
         """
 
     @abstractmethod
+    def arenas(self) -> tuple[Arena, ...]:
+        """The arenas that are in the pool now, in order of creation."""
+
+    @abstractmethod
     def drop(self, arena: Arena) -> None:
         """Take one arena out of the pool, released or not; its addresses go with the last view."""
 

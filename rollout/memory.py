@@ -253,6 +253,10 @@ class NativePool(MemoryPool):
             self._arenas[arena.number] = arena
         return arena
 
+    def arenas(self) -> tuple[NativeArena, ...]:
+        with self._lock:
+            return tuple(self._arenas.values())
+
     def drop(self, arena: Arena) -> None:
         assert isinstance(arena, NativeArena)
         outcome = Outcome()

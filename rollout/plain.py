@@ -69,6 +69,10 @@ class PlainPool(MemoryPool):
             made = PlainArena(tag, nbytes + persistent + ALIGN, group)
             return self._arenas.setdefault((tag, group), made)
 
+    def arenas(self) -> tuple[PlainArena, ...]:
+        with self._lock:
+            return tuple(self._arenas.values())
+
     def drop(self, arena: Arena) -> None:
         with self._lock:
             del self._arenas[arena.tag, arena.group]
@@ -76,7 +80,7 @@ class PlainPool(MemoryPool):
     def release(
         self, tags: Collection[str], retention: Mapping[str, Retention] | Retention
     ) -> MemoryReport:
-        if any(a.tag in checked(tags) for a in list(self._arenas.values())):
+        if any(a.tag in checked(tags) for a in self.arenas()):
             raise Unsupported("release", "plain memory", self._remedy)
         return self.memory()
 
