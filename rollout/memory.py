@@ -365,6 +365,8 @@ class NativePool(MemoryPool):
         text = outcome.message or self.lib.hb_strerror(code).decode()
         if code == Code.HOST_NOMEM:
             raise HostOutOfMemory(outcome.needed, outcome.free, where=text)
+        if code in (Code.NOMEM, Code.FULL) and str(outcome.needed) not in text:
+            text += f": {outcome.needed} bytes are needed and {outcome.free} are free"
         if code == Code.INCOMPLETE:
             raise ReleaseIncomplete(outcome.expected, outcome.freed, where=text)
         raise MemoryFault(text)

@@ -188,7 +188,7 @@ def test_200_cycles_on_the_host_leave_rss_and_maps_flat_m9_m16(tmp_path: Path, s
 def test_a_device_that_is_full_says_what_it_needs_and_has(tmp_path: Path) -> None:
     pool = NativePool(f"fake:{2 * MIB}", backup_dir=tmp_path)
     arena = pool.arena("weights", 3 * MIB // 2)
-    with pytest.raises(MemoryFault, match="create"):
+    with pytest.raises(MemoryFault, match=f"{MIB} bytes are needed and {MIB // 2} are free"):
         pool.arena("kv_cache", MIB)
     pool.release(["weights"], DISCARD)
     tenant = pool.arena("kv_cache", MIB)
