@@ -66,8 +66,25 @@ struct Run {
   int64_t slot, token, count;
 };
 
-std::vector<Run> runs_of(const hb_blocks &b, int64_t most) {
+std::vector<Run> runs_of(const hb_blocks &b, int64_t most, bool any_order) {
   std::vector<Run> runs;
+  if (any_order) {  // by address, so that neighbours meet
+    std::vector<int64_t> ids(b.ids, b.ids + (b.tokens + b.size - 1) / b.size);
+    const int64_t last = ids.empty() ? 0 : ids.back();
+    const int64_t rest = b.tokens % b.size;  // the last block may be zeroed in part
+    if (rest != 0) ids.pop_back();
+    std::sort(ids.begin(), ids.end());
+    ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+    for (const int64_t id : ids) {
+      if (!runs.empty() && runs.back().slot + runs.back().count == id * b.size &&
+          runs.back().count + b.size <= most)
+        runs.back().count += b.size;
+      else
+        runs.push_back({id * b.size, 0, b.size});
+    }
+    if (rest != 0) runs.push_back({last * b.size, 0, rest});
+    return runs;
+  }
   for (int64_t token = 0; token < b.tokens; token += b.size) {
     const int64_t slot = b.ids[token / b.size] * b.size;
     int64_t count = std::min(b.size, b.tokens - token);
@@ -89,7 +106,8 @@ int32_t kv_on_host(KvOp op, const hb_kv &kv, const hb_blocks &b, char *packed, c
   if (total == 0) return HB_OK;
   const int stream = total >= kStreamBytes;
   const bool dense = kv.slot_stride == kv.row || kv.slots == 1;
-  const std::vector<Run> runs = runs_of(b, std::max<int64_t>(1, 4 * kUnitBytes / kv.row));
+  const std::vector<Run> runs = runs_of(b, std::max<int64_t>(1, 4 * kUnitBytes / kv.row),
+                                        op == KvOp::kZero);
   const int64_t n = static_cast<int64_t>(runs.size());
 
   const auto move = [&](char *place, char *other, int64_t bytes) {
