@@ -88,7 +88,10 @@ def check_overlaps(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     spans: list[tuple[int, int, int]] = []
     for target, source in pairs:
         for tensor, written in ((source, 0), (target, 1)):
-            size = tensor.numel() * tensor.element_size()
+            last = sum(
+                (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
+            size = (last + 1) * tensor.element_size() if tensor.numel() else 0
             # Addresses of different devices never meet.
             base = tensor.data_ptr() + (_device(tensor) << 64)
             if size:

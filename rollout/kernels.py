@@ -71,13 +71,19 @@ def fingerprint(tensor: torch.Tensor, start: int = 0) -> int:
 
     Defined in :mod:`hotbunk.rollout.fingerprint`.
     """
-    tensor = tensor.detach().contiguous()
-    found = _native_for(tensor.device)
+    return fingerprints([(tensor, start)])[0]
+
+
+def fingerprints(pieces: Iterable[tuple[torch.Tensor, int]]) -> list[int]:
+    """The fingerprints of pieces ``(tensor, start)``, all on one device."""
+    held = [(tensor.detach().contiguous(), start) for tensor, start in pieces]
+    if not held:
+        return []
+    found = _native_for(held[0][0].device)
     if found is None:
-        return fallbacks.fingerprint(as_bytes(tensor), start)
+        return [fallbacks.fingerprint(as_bytes(tensor), start) for tensor, start in held]
     kernels, run = found
-    piece = (tensor.data_ptr(), tensor.numel() * tensor.element_size(), start)
-    return kernels.fingerprints([piece], run)[0]
+    return kernels.fingerprints([(t.data_ptr(), t.nbytes, start) for t, start in held], run)
 
 
 # -- copies -----------------------------------------------------------------------------------
@@ -86,9 +92,9 @@ def fingerprint(tensor: torch.Tensor, start: int = 0) -> int:
 class CopyPlan:
     """Copies between tensors whose memory stays where it is: prepared once, run as often as wanted.
 
-    :param pairs: ``(target, source)``, contiguous, with as many elements each. Element types may
-        differ: f32, bf16 and f16 are cast by rounding to nearest even, with denormals kept, others
-        as torch does it.
+    :param pairs: ``(target, source)`` with as many elements each; targets are contiguous. Element
+        types may differ: f32, bf16 and f16 are cast by rounding to nearest even, with denormals
+        kept, others as torch does it.
     :raises KernelFailed: a pair that does not fit together.
 
     The plan holds the tensors. It must not be run while their memory is released.
@@ -101,19 +107,20 @@ class CopyPlan:
         host: list[int] = []
         on_host = native_kernels() is not None
         for target, source in self._pairs:
-            if not (target.is_contiguous() and source.is_contiguous()):
-                raise KernelFailed("a tensor is not contiguous", Code.BAD_ARGUMENT)
+            if not target.is_contiguous():
+                raise KernelFailed("a target is not contiguous", Code.BAD_ARGUMENT)
             size = source.nbytes
             if target.dtype is source.dtype and target.nbytes == size:
                 # bytes on both sides; one line, since buckets of small tensors are many of these
                 entry = (source.data_ptr(), target.data_ptr(), size, 0)
             else:
                 entry = _cast_entry(target, source)
-            if entry is not None and on_host and target.is_cpu and source.is_cpu:
+            if entry is None or not source.is_contiguous():
+                self._by_torch.append((target, source))
+            elif on_host and target.is_cpu and source.is_cpu:
                 host += entry
             elif (
-                entry is not None
-                and target.device == source.device
+                target.device == source.device
                 and _native_for(target.device) is not None
             ):
                 self._tables.setdefault(target.device, array("q")).extend(entry)

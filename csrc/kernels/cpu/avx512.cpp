@@ -134,7 +134,11 @@ uint64_t block_sum(const void *data, size_t j, size_t count, const hb_keys *keys
     a = _mm512_add_epi64(a, _mm512_mullo_epi64(w, load(key + 8 * i)));
     b = _mm512_add_epi64(b, _mm512_mullo_epi64(v, load(key + 8 * i + 64)));
   }
-  return static_cast<uint64_t>(_mm512_reduce_add_epi64(_mm512_add_epi64(a, b)));
+  alignas(64) uint64_t sums[8];  // the header's own reduction adds as signed numbers
+  store(reinterpret_cast<char *>(sums), _mm512_add_epi64(a, b));
+  uint64_t total = 0;
+  for (uint64_t x : sums) total += x;
+  return total;
 }
 
 }  // namespace

@@ -266,6 +266,7 @@ class ReferenceEngine(Generating):
     def _outdate_caches(self) -> None:
         """KV that older weights made: nobody new may find it, and what was saved is worthless."""
         self._scheduler.pool.forget_all()
+        self._runner.zero_kv(self._scheduler.pool.unused())
         if self._stash is not None:
             for s in self._stash.held:
                 self._scheduler.drop_kv(s)

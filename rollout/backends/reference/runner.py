@@ -22,7 +22,7 @@ from hotbunk.rollout.backends.reference.scheduler import Plan, Sequence
 from hotbunk.rollout.backends.reference.weights import load_model
 from hotbunk.rollout.binding import ModuleBinding, dtype_from
 from hotbunk.rollout.contract import TARGET, Tag
-from hotbunk.rollout.kernels import as_bytes, fingerprint
+from hotbunk.rollout.kernels import as_bytes, fingerprints, kv_gather, kv_scatter, kv_zero
 from hotbunk.rollout.memory import HostPool
 
 
@@ -48,9 +48,9 @@ class ModelRunner:
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, 2, self.blocks * self._block_size, heads, dim)
         nbytes = dtype.itemsize * math.prod(shape)
-        arena = self.pool.arena(Tag.KV_CACHE, nbytes)
-        region = arena.add("kv", nbytes)
-        return torch.frombuffer(arena.view(region), dtype=dtype).view(shape)
+        self._kv_arena = self.pool.arena(Tag.KV_CACHE, nbytes)
+        region = self._kv_arena.add("kv", nbytes)
+        return torch.frombuffer(self._kv_arena.view(region), dtype=dtype).view(shape)
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Drawn | None]:
@@ -90,21 +90,22 @@ class ModelRunner:
         stash = KVStash(self._backup_dir)
         for sequence in sequences:
             if sequence.computed:
-                stash.save(sequence, self._kv[:, :, self._slots(sequence)])
+                size, tokens = self._block_size, sequence.computed
+                stash.save(sequence, kv_gather(self._kv, sequence.blocks, size, tokens))
         return stash
 
     def restore_kv(self, stash: KVStash) -> None:
         """Copy it back into the blocks the sequences have now."""
         for sequence in stash.held:
-            slots = self._slots(sequence)
-            like = self._kv[:, :, slots]
-            self._kv.index_copy_(2, slots, stash.load(sequence, like))
+            layers, planes, _, *row = self._kv.shape
+            shape = (layers, planes, sequence.computed, *row)
+            saved = stash.load(sequence, shape, self._kv.dtype)
+            kv_scatter(self._kv, sequence.blocks, self._block_size, saved)
 
-    def _slots(self, sequence: Sequence) -> torch.Tensor:
-        within = torch.arange(self._block_size)
-        blocks = torch.tensor(sequence.blocks, dtype=torch.long)
-        slots = (blocks[:, None] * self._block_size + within).view(-1)
-        return slots[: sequence.computed]
+    def zero_kv(self, blocks: list[int]) -> None:
+        """Leave nothing in these blocks. Memory that is released has nothing left anyway."""
+        if not self._kv_arena.released:
+            kv_zero(self._kv, blocks, self._block_size)
 
     def digest(self, names: Collection[str] | None) -> dict[str, int]:
         """Fingerprints of all state, or of ``names``."""
@@ -113,7 +114,8 @@ class ModelRunner:
         unknown = set(chosen) - known.keys()
         if unknown:
             raise errors.UnknownNames(unknown)
-        return {name: fingerprint(known[name]) for name in chosen}
+        found = fingerprints([(known[name], 0) for name in chosen])
+        return dict(zip(chosen, found, strict=True))
 
     def close(self) -> None:
         """Let go of the model, then of its memory."""
@@ -144,14 +146,16 @@ class KVStash:
         self.held[sequence] = self.nbytes
         self.nbytes += data.nbytes
 
-    def load(self, sequence: Sequence, like: torch.Tensor) -> torch.Tensor:
-        """Read one sequence's KV back, shaped as ``like``."""
-        wanted = like.numel() * like.element_size()
+    def load(
+        self, sequence: Sequence, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Read one sequence's KV back."""
+        wanted = math.prod(shape) * dtype.itemsize
         self._file.seek(self.held[sequence])
         data = bytearray(self._file.read(wanted))
         if len(data) != wanted:
             raise errors.MemoryFault(f"the saved KV of {sequence.id!r} is cut short")
-        return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
+        return torch.frombuffer(data, dtype=dtype).view(shape)
 
     def close(self) -> None:
         """Forget it."""
