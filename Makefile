@@ -20,11 +20,17 @@ STAMP := .venv/.made-from-$(KEY)
 ENGINE ?= vllm
 ENGINE_BIN := .venv-$(ENGINE)/bin
 
-.PHONY: help venv test check lint types layers format demo wheel clean engine-venv engine-bin test-engines
+# Where the checking build of the native library lives.
+NATIVE_BUILD := build/native-test
+CMAKE = $(shell command -v cmake || echo $(BIN)/cmake)
+CTEST = $(shell command -v ctest || echo $(BIN)/ctest)
+
+.PHONY: help venv test native-test check lint types layers format demo wheel clean engine-venv engine-bin test-engines
 
 help:
 	@echo 'make venv    the environment in .venv, with an editable install'
 	@echo 'make test    the tests (PYTEST_ARGS="-k name" for some of them)'
+	@echo 'make native-test  the native library under sanitizers (part of make test)'
 	@echo 'make check   ruff, mypy, layers'
 	@echo 'make format  let ruff rewrite the files'
 	@echo 'make demo    a short training run into runs/demo'
@@ -46,8 +52,14 @@ $(STAMP):
 	rm -f .venv/.made-from-*
 	touch $@
 
-test: venv
+test: venv $(if $(HOTBUNK_PURE),,native-test)
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# The native library's own tests, in C++, under AddressSanitizer and UndefinedBehaviorSanitizer.
+native-test: venv
+	$(CMAKE) -S csrc -B $(NATIVE_BUILD) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DHB_SANITIZE=ON -DHB_TESTS=ON >/dev/null
+	$(CMAKE) --build $(NATIVE_BUILD) --parallel 2
+	$(CTEST) --test-dir $(NATIVE_BUILD) --output-on-failure
 
 check: lint types layers
 

@@ -119,10 +119,7 @@ class CopyPlan:
                 self._by_torch.append((target, source))
             elif on_host and target.is_cpu and source.is_cpu:
                 host += entry
-            elif (
-                target.device == source.device
-                and _native_for(target.device) is not None
-            ):
+            elif target.device == source.device and _native_for(target.device) is not None:
                 self._tables.setdefault(target.device, array("q")).extend(entry)
             else:
                 self._by_torch.append((target, source))
@@ -146,9 +143,7 @@ class CopyPlan:
             fallbacks.copy(target.detach().reshape(-1), source.detach().reshape(-1))
 
 
-def _cast_entry(
-    target: torch.Tensor, source: torch.Tensor
-) -> tuple[int, int, int, int] | None:
+def _cast_entry(target: torch.Tensor, source: torch.Tensor) -> tuple[int, int, int, int] | None:
     """A native cast; None when only torch knows how."""
     count = source.numel()
     if target.numel() != count:
@@ -218,9 +213,7 @@ def kv_gather(
     return out
 
 
-def kv_scatter(
-    kv: torch.Tensor, blocks: Sequence[int], size: int, packed: torch.Tensor
-) -> None:
+def kv_scatter(kv: torch.Tensor, blocks: Sequence[int], size: int, packed: torch.Tensor) -> None:
     """Put ``packed`` [layers, 2, tokens, heads, dim] into the slots of a sequence's blocks.
 
     :raises KernelFailed: a block outside the cache or twice in the table, too few blocks, or

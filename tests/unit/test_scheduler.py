@@ -29,7 +29,13 @@ class World:
     """
 
     def __init__(
-        self, blocks: int = 8, size: int = 2, *, seqs: int = 8, budget: int = 8, caching: bool = True
+        self,
+        blocks: int = 8,
+        size: int = 2,
+        *,
+        seqs: int = 8,
+        budget: int = 8,
+        caching: bool = True,
     ) -> None:
         self.pool = BlockPool(blocks, size, caching=caching)
         self.scheduler = Scheduler(self.pool, max_num_seqs=seqs, max_num_batched_tokens=budget)
@@ -47,7 +53,12 @@ class World:
         return f"{self.version}/{adapter or ''}"
 
     def add(
-        self, name: str, prompt: SequenceOf[int], tokens: int, adapter: str | None = None, n: int = 1
+        self,
+        name: str,
+        prompt: SequenceOf[int],
+        tokens: int,
+        adapter: str | None = None,
+        n: int = 1,
     ) -> list[Sequence]:
         sampling = Sampling(0.0, max_tokens=tokens, n=n)
         request = GenerateRequest(name, tuple(prompt), sampling, adapter=adapter)

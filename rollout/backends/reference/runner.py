@@ -146,9 +146,7 @@ class KVStash:
         self.held[sequence] = self.nbytes
         self.nbytes += data.nbytes
 
-    def load(
-        self, sequence: Sequence, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def load(self, sequence: Sequence, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Read one sequence's KV back."""
         wanted = math.prod(shape) * dtype.itemsize
         self._file.seek(self.held[sequence])

@@ -17,7 +17,6 @@ import torch
 from hotbunk.rollout.backends.reference.scheduler import Sequence
 from hotbunk.rollout.fingerprint import mix
 
-
 COLDEST = 1e-30  # a temperature below it is as good as greedy, and float32 would make it 0
 
 
