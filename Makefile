@@ -78,6 +78,7 @@ format: venv
 	$(BIN)/ruff format
 
 demo: venv
+	rm -rf runs/demo
 	$(BIN)/hotbunk train out=runs/demo
 
 wheel: venv

@@ -160,9 +160,9 @@ class Gate:
         """
         if request.request_id in self.entries:
             raise UsageError(f"request id {request.request_id!r} is already in flight")
-        if not request.prompt or request.sampling.max_tokens < 1:
+        if not request.prompt or request.sampling.max_tokens < 1 or request.sampling.n < 1:
             raise UsageError(
-                f"request {request.request_id!r} needs a prompt and max_tokens of 1 or more"
+                f"request {request.request_id!r} needs a prompt, and max_tokens and n of 1 or more"
             )
         if self.rejecting:
             raise ReplicaRejecting(

@@ -44,9 +44,13 @@ class ReplicaHandle(Protocol):
 
     async def resume(self, tags: Collection[str] | None = None) -> MemoryReport: ...
     async def release(
-        self, tags: Collection[str] | None = None, *, retention: Retention = Retention.DISCARD
+        self,
+        tags: Collection[str] | None = None,
+        *,
+        retention: Retention = Retention.DISCARD,
+        keep_kv: bool = False,
     ) -> MemoryReport: ...
-    async def release_kv_cache(self) -> MemoryReport: ...
+    async def release_kv_cache(self, *, keep_kv: bool = False) -> MemoryReport: ...
     async def resume_kv_cache(self) -> MemoryReport: ...
     async def update_weights(
         self,
@@ -57,7 +61,12 @@ class ReplicaHandle(Protocol):
         deadline: float | None = None,
     ) -> UpdateReport: ...
     async def sleep(
-        self, level: int = 2, *, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True
+        self,
+        level: int = 2,
+        *,
+        mode: PauseMode = PauseMode.ABORT,
+        clear_cache: bool = True,
+        keep_kv: bool = False,
     ) -> MemoryReport: ...
     async def wake_up(self, tags: Collection[str] | None = None) -> MemoryReport: ...
     async def pause_generation(
@@ -96,12 +105,16 @@ class LocalHandle:
         return await self._replica.resume(tags)
 
     async def release(
-        self, tags: Collection[str] | None = None, *, retention: Retention = Retention.DISCARD
+        self,
+        tags: Collection[str] | None = None,
+        *,
+        retention: Retention = Retention.DISCARD,
+        keep_kv: bool = False,
     ) -> MemoryReport:
-        return await self._replica.release(tags, retention=retention)
+        return await self._replica.release(tags, retention=retention, keep_kv=keep_kv)
 
-    async def release_kv_cache(self) -> MemoryReport:
-        return await self._replica.release_kv_cache()
+    async def release_kv_cache(self, *, keep_kv: bool = False) -> MemoryReport:
+        return await self._replica.release_kv_cache(keep_kv=keep_kv)
 
     async def resume_kv_cache(self) -> MemoryReport:
         return await self._replica.resume_kv_cache()
@@ -119,9 +132,14 @@ class LocalHandle:
         )
 
     async def sleep(
-        self, level: int = 2, *, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = True
+        self,
+        level: int = 2,
+        *,
+        mode: PauseMode = PauseMode.ABORT,
+        clear_cache: bool = True,
+        keep_kv: bool = False,
     ) -> MemoryReport:
-        return await self._replica.sleep(level, mode=mode, clear_cache=clear_cache)
+        return await self._replica.sleep(level, mode=mode, clear_cache=clear_cache, keep_kv=keep_kv)
 
     async def wake_up(self, tags: Collection[str] | None = None) -> MemoryReport:
         return await self._replica.wake_up(tags)

@@ -301,7 +301,8 @@ class Residency:
 
     def versions(self) -> dict[str, Version]:
         """The version vector of content that is resident or backed up."""
-        return {n: s.version for n, s in self.groups.items() if s.version is not None}
+        # A copy: an engine's own record is read while its thread adds an adapter.
+        return {n: s.version for n, s in self.groups.copy().items() if s.version is not None}
 
     def mapped(self) -> frozenset[Tag]:
         """Tags whose memory is wholly on the device."""

@@ -8,7 +8,7 @@ partial rollouts as verl, slime and others do them; the engine knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
@@ -17,11 +17,11 @@ from hotbunk.rollout.contract import (
     Completion,
     FinishReason,
     GenerateRequest,
+    TokenChunk,
     Version,
     VersionSpan,
-    collect,
 )
-from hotbunk.rollout.errors import RequestRejected, UsageError
+from hotbunk.rollout.errors import ContractError, EngineFailed, RequestRejected, UsageError
 from hotbunk.rollout.fingerprint import mix
 from hotbunk.rollout.handle import ReplicaHandle
 
@@ -30,7 +30,8 @@ class PartialPolicy(msgspec.Struct, frozen=True):
     """How far a request is carried on.
 
     ``continuations``: how often at most. ``version_age``: steps between the oldest and the newest
-    version in one response, None without limit; beyond it the request ends with ``abort``.
+    version in one response, None without limit; a token beyond it is not taken, and the request
+    ends with ``abort``. Another incarnation is beyond any limit.
     ``from_prompt``: throw partial tokens away and start again, so that one version makes it all.
     """
 
@@ -53,6 +54,7 @@ class PartialResult(msgspec.Struct, frozen=True):
     completion: Completion
     continuations: int = 0
     dropped_tokens: int = 0
+    routed_experts: tuple[Any, ...] = ()
 
     @property
     def versions(self) -> tuple[Version, ...]:
@@ -70,119 +72,159 @@ class PartialRollout:
             raise UsageError("a partial rollout needs a replica")
         self._replicas = list(replicas)
         self._policy = policy or PartialPolicy()
-        self._turn = 0
+        self._turn = -1
 
     async def generate(self, request: GenerateRequest) -> PartialResult:
-        """One response, carried over however many pauses.
+        """One response, carried over however many pauses, under one request id.
 
         Ends with ``abort`` where the policy's limits are reached, or where somebody aborted the
-        request itself: then it is not carried on.
+        request itself: then it is not carried on. A replica that cannot serve (it turns requests
+        away, was poisoned, lost or died) is left for the next one; when none is left, a response
+        that has tokens ends with them, and ``abort``.
 
-        :raises UsageError: the request asks for several responses.
-        :raises RequestRejected: every replica turned it away in a row.
+        :raises UsageError: the request asks for several responses, or for no token.
+        :raises RequestRejected, ContractError, EngineFailed: no replica served so much as a token.
         """
-        if request.sampling.n != 1:
-            raise UsageError(f"request {request.request_id!r} asks for n={request.sampling.n}")
-        so_far = _Response(request)
-        rejected = times = 0
-        while True:
-            handle = self._next()
+        if request.sampling.n != 1 or request.sampling.max_tokens < 1:
+            raise UsageError(
+                f"request {request.request_id!r} asks for n={request.sampling.n} and "
+                f"max_tokens={request.sampling.max_tokens}; n is 1 here, max_tokens 1 or more"
+            )
+        so_far = _Response(request, self._policy)
+        self._turn += 1
+        turn, turned_away, times = self._turn, 0, 0
+        while so_far.left:
+            handle = self._replicas[turn % len(self._replicas)]
+            turn += 1
             try:
-                part = await collect(handle.generate(so_far.remaining(times, handle)))
-            except RequestRejected:
-                rejected += 1
-                if rejected >= len(self._replicas):
+                last = await so_far.read(handle.generate(so_far.remaining(handle)))
+            except (RequestRejected, ContractError, EngineFailed) as error:
+                turned_away += 1
+                if turned_away < len(self._replicas):
+                    continue
+                if not so_far.ids:
                     raise
-                continue
-            rejected = 0
-            so_far.add(part)
-            carried_on = part.finish_reason is FinishReason.ABORT and part.retryable
-            if not carried_on:
-                return so_far.result(part, times)
+                return so_far.result(_ended(request, str(error)), times)
+            turned_away = 0
+            if so_far.too_old:
+                limit = self._policy.version_age
+                why = f"its versions would lie more than {limit} steps apart"
+                return so_far.result(_ended(request, why), times)
+            if last is not None and not (
+                last.finish_reason is FinishReason.ABORT and last.retryable
+            ):
+                return so_far.result(last, times)
             if so_far.left == 0:  # the pause came with the last token: nothing to go on with
-                done = msgspec.structs.replace(part, finish_reason=FinishReason.LENGTH, error="")
-                return so_far.result(done, times)
-            why = self._given_up(so_far, times)
-            if why:
-                return so_far.result(msgspec.structs.replace(part, error=why), times)
+                break
+            if times >= self._policy.continuations:
+                return so_far.result(_ended(request, f"cut off {times + 1} times"), times)
             if self._policy.from_prompt:
                 so_far.restart()
             times += 1
+        return so_far.result(_ended(request, "", FinishReason.LENGTH), times)
 
-    def _next(self) -> ReplicaHandle:
-        self._turn += 1
-        return self._replicas[self._turn % len(self._replicas)]
 
-    def _given_up(self, so_far: _Response, times: int) -> str:
-        if times >= self._policy.continuations:
-            return f"cut off {times + 1} times"
-        limit, steps = self._policy.version_age, [span.version.step for span in so_far.spans]
-        if limit is not None and steps and max(steps) - min(steps) > limit:
-            return f"its versions lie more than {limit} steps apart"
-        return ""
+def _ended(
+    request: GenerateRequest, error: str, reason: FinishReason = FinishReason.ABORT
+) -> TokenChunk:
+    return TokenChunk(request.request_id, finish_reason=reason, error=error, retryable=bool(error))
 
 
 class _Response:
     """What came so far of one request."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, policy: PartialPolicy) -> None:
         self.request = request
         self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.top: list[tuple[tuple[int, float], ...]] = []
-        self.spans: list[VersionSpan] = []
-        self.cached = 0
-        self.dropped = 0
-        self._parts = 0
+        self.too_old = False  # the next token would be too much newer than the first
+        self._policy = policy
+        self._logprobs: list[float] = []
+        self._top: list[tuple[tuple[int, float], ...]] = []
+        self._spans: list[VersionSpan] = []
+        self._experts: list[Any] = []
+        self._cached: int | None = None
+        self._dropped = 0
 
     @property
     def left(self) -> int:
         """Tokens of the budget that are not used up."""
         return self.request.sampling.max_tokens - len(self.ids)
 
-    def remaining(self, times: int, handle: ReplicaHandle) -> GenerateRequest:
+    def remaining(self, handle: ReplicaHandle) -> GenerateRequest:
         """The request for what is missing."""
         sampling: dict[str, Any] = {"max_tokens": self.left}
         seed = self.request.sampling.seed
-        if seed is not None and times and not handle.capabilities.positional_draws:
+        if seed is not None and self.ids and not handle.capabilities.positional_draws:
             # The engine would draw the numbers of the beginning again.
-            sampling["seed"] = mix(seed % (1 << 64) ^ mix(times)) >> 1
+            sampling["seed"] = mix(seed % (1 << 64) ^ mix(len(self.ids))) >> 1
         return msgspec.structs.replace(
             self.request,
-            request_id=f"{self.request.request_id}+{times}" if times else self.request.request_id,
             prompt=(*self.request.prompt, *self.ids),
+            continued=self.request.continued + len(self.ids),
             sampling=msgspec.structs.replace(self.request.sampling, **sampling),
         )
 
-    def add(self, part: Completion) -> None:
-        """Join what one call brought."""
-        offset = len(self.ids)
-        self.ids.extend(part.token_ids)
-        self.logprobs.extend(part.logprobs)
-        self.top.extend(part.top_logprobs)
-        for span in part.spans:
-            start, end = span.start + offset, span.end + offset
-            if self.spans and self.spans[-1].version == span.version:
-                start = self.spans.pop().start
-            self.spans.append(VersionSpan(span.version, start, end))
-        if self._parts == 0:
-            self.cached = part.cached_tokens  # of the prompt; later ones count our own tokens
-        self._parts += 1
+    async def read(self, chunks: AsyncIterator[TokenChunk]) -> TokenChunk | None:
+        """Join what one call brings; its last chunk, or None where we stopped reading.
+
+        :raises EngineFailed: it ended without a finish reason.
+        """
+        try:
+            async for chunk in chunks:
+                if chunk.token_ids and self._stops_at(chunk.version):
+                    return None
+                self._add(chunk)
+                if chunk.finish_reason is not None:
+                    return chunk
+        finally:
+            # The id is used again, so the call must be over.
+            await chunks.aclose()  # type: ignore[attr-defined]
+        raise EngineFailed(f"request {self.request.request_id!r} ended without a finish reason")
+
+    def _stops_at(self, version: Version) -> bool:
+        """Whether a token of that version must not be joined to those that are here."""
+        if not self._spans or self._spans[-1].version == version:
+            return False
+        if self._policy.from_prompt:
+            return True
+        limit, first = self._policy.version_age, self._spans[0].version
+        if limit is not None:
+            same = version.incarnation == first.incarnation
+            self.too_old = not same or version.step - first.step > limit
+        return self.too_old
+
+    def _add(self, chunk: TokenChunk) -> None:
+        start = len(self.ids)
+        self.ids.extend(chunk.token_ids)
+        self._logprobs.extend(chunk.logprobs)
+        self._top.extend(chunk.top_logprobs)
+        if chunk.routed_experts is not None:
+            self._experts.append(chunk.routed_experts)
+        if self._cached is None:  # of the prompt; later calls count our own tokens
+            self._cached = chunk.cached_tokens
+        if chunk.token_ids:
+            if self._spans and self._spans[-1].version == chunk.version:
+                start = self._spans.pop().start
+            self._spans.append(VersionSpan(chunk.version, start, len(self.ids)))
 
     def restart(self) -> None:
         """Forget the tokens: the response begins again."""
-        self.dropped += len(self.ids)
-        self.ids, self.logprobs, self.top, self.spans = [], [], [], []
+        self._dropped += len(self.ids)
+        self.ids, self._logprobs, self._top = [], [], []
+        self._spans, self._experts, self._cached = [], [], None
 
-    def result(self, last: Completion, times: int) -> PartialResult:
+    def result(self, last: TokenChunk, times: int) -> PartialResult:
         """The response, ended as ``last`` did."""
-        joined = msgspec.structs.replace(
-            last,
-            request_id=self.request.request_id,
-            token_ids=tuple(self.ids),
-            logprobs=tuple(self.logprobs),
-            spans=tuple(self.spans),
-            cached_tokens=self.cached,
-            top_logprobs=tuple(self.top),
+        assert last.finish_reason is not None
+        joined = Completion(
+            self.request.request_id,
+            tuple(self.ids),
+            tuple(self._logprobs),
+            tuple(self._spans),
+            last.finish_reason,
+            self._cached or 0,
+            last.error,
+            last.retryable,
+            top_logprobs=tuple(self._top),
         )
-        return PartialResult(joined, times, self.dropped)
+        return PartialResult(joined, times, self._dropped, tuple(self._experts))

@@ -75,7 +75,7 @@ if missing=$(comm -23 "$work/wanted" "$work/names") && [ -n "$missing" ]; then
     exit 1
 fi
 tar tzf "$sdist" | sed 's#^[^/]*/##' | sort >"$work/held"
-if stray=$(grep -E '^(\.venv|venv|build|dist|runs)/|CMake(Cache|Files|Init)|ninja|\.so$|__pycache__' "$work/held"); then
+if stray=$(grep -E '^(\.venv[^/]*|venv|build|dist|runs)/|CMake(Cache|Files|Init)|ninja|\.so$|__pycache__' "$work/held"); then
     printf 'in the sdist by mistake:\n%s\n' "$stray" >&2
     exit 1
 fi

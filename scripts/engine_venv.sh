@@ -34,7 +34,7 @@ if [ ! -d "$site" ]; then
     work=$(mktemp -d "$cache/.making-$engine-XXXXXX")
     trap 'rm -rf "$work"' EXIT
     # The list is complete, so nothing is resolved: torch stays the build that it names.
-    "$python" -m pip install -q --no-deps --target "$work/site" -r "$list" >&2
+    "$python" -m pip install -qq --no-deps --target "$work/site" -r "$list" >&2
     # In one step, and whoever comes first wins: nobody ever sees half of it.
     mv -T "$work/site" "$site" 2>/dev/null || [ -d "$site" ]
 fi

@@ -1,7 +1,7 @@
 // Kernels for weights and KV, one signature for the host and for CUDA.
 //
 // Each function checks everything it can before it writes its first byte and returns when the work
-// is done. HB_OK or a negative code comes back; hb_kernels_detail() says what exactly was wrong.
+// is done. HB_K_OK or a negative code comes back; hb_kernels_detail() says what exactly was wrong.
 // All functions may be called from any thread, at the same time; they never throw and never exit.
 // Memory that a call reads must not be written by anyone else meanwhile.
 #ifndef HOTBUNK_KERNELS_H
@@ -14,14 +14,14 @@ extern "C" {
 #endif
 
 enum {
-  HB_OK = 0,
-  HB_BAD_ARGUMENT = -1,  // a null pointer, a negative count, strides that overlap
-  HB_BAD_DTYPE = -2,     // an element type, or a pair of them, that has no cast
-  HB_OVERLAP = -3,       // bytes that are written are read or written elsewhere in the call
-  HB_OUT_OF_RANGE = -4,  // a block outside the cache, or fewer blocks than tokens need
-  HB_UNAVAILABLE = -5,   // this machine, or this build, cannot run that variant or device
-  HB_NO_MEMORY = -6,     // no memory for scratch space
-  HB_DRIVER = -7,        // a call of the device's driver failed
+  HB_K_OK = 0,
+  HB_K_BAD_ARGUMENT = -1,  // a null pointer, a negative count, strides that overlap
+  HB_K_BAD_DTYPE = -2,     // an element type, or a pair of them, that has no cast
+  HB_K_OVERLAP = -3,       // bytes that are written are read or written elsewhere in the call
+  HB_K_OUT_OF_RANGE = -4,  // a block outside the cache, or fewer blocks than tokens need
+  HB_K_UNAVAILABLE = -5,   // this machine, or this build, cannot run that variant or device
+  HB_K_NO_MEMORY = -6,     // no memory for scratch space
+  HB_K_DRIVER = -7,        // a call of the device's driver failed
 };
 
 // What a code means. Static text, also for codes that nobody knows.
@@ -55,7 +55,7 @@ HB_API int32_t hb_kernels_threads(void);
 // Set that count (1 to 64) for all later calls.
 HB_API int32_t hb_kernels_set_threads(int32_t threads);
 
-// HB_OK when the CUDA kernels can run on a device here; else why not (hb_kernels_detail()).
+// HB_K_OK when the CUDA kernels can run on a device here; else why not (hb_kernels_detail()).
 HB_API int32_t hb_kernels_cuda(int32_t device);
 
 // ---- copies --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@
 #include <cpuid.h>
 #endif
 
-namespace hb {
+namespace hb::kernels {
 namespace {
 
 thread_local char detail[512] = "";
@@ -79,60 +79,60 @@ const hb_variant *variant_of(const hb_run *run) {
   const hb_variant *found = table(wanted);
   if (found == nullptr) {
     const bool known = wanted >= HB_VARIANT_AUTO && wanted <= HB_VARIANT_AVX512;
-    fail(HB_UNAVAILABLE, "variant %d (%s) does not run here", wanted,
+    fail(HB_K_UNAVAILABLE, "variant %d (%s) does not run here", wanted,
          known ? kNames[wanted] : "unknown");
   }
   return found;
 }
 
 int32_t check_run(const hb_run *run) {
-  if (run == nullptr) return HB_OK;
-  if (run->device < -1) return fail(HB_BAD_ARGUMENT, "device %d", run->device);
-  if (run->threads < 0) return fail(HB_BAD_ARGUMENT, "%d threads", run->threads);
-  return HB_OK;
+  if (run == nullptr) return HB_K_OK;
+  if (run->device < -1) return fail(HB_K_BAD_ARGUMENT, "device %d", run->device);
+  if (run->threads < 0) return fail(HB_K_BAD_ARGUMENT, "%d threads", run->threads);
+  return HB_K_OK;
 }
 
-}  // namespace hb
+}  // namespace hb::kernels
 
 extern "C" {
 
 const char *hb_kernels_error(int32_t code) {
   switch (code) {
-    case HB_OK:
+    case HB_K_OK:
       return "no error";
-    case HB_BAD_ARGUMENT:
+    case HB_K_BAD_ARGUMENT:
       return "an argument makes no sense";
-    case HB_BAD_DTYPE:
+    case HB_K_BAD_DTYPE:
       return "no cast between these element types";
-    case HB_OVERLAP:
+    case HB_K_OVERLAP:
       return "bytes that are written are used elsewhere in the call";
-    case HB_OUT_OF_RANGE:
+    case HB_K_OUT_OF_RANGE:
       return "a block lies outside the cache";
-    case HB_UNAVAILABLE:
+    case HB_K_UNAVAILABLE:
       return "not available on this machine or in this build";
-    case HB_NO_MEMORY:
+    case HB_K_NO_MEMORY:
       return "no memory for scratch space";
-    case HB_DRIVER:
+    case HB_K_DRIVER:
       return "a call of the device's driver failed";
     default:
       return "unknown code";
   }
 }
 
-const char *hb_kernels_detail(void) { return hb::detail; }
+const char *hb_kernels_detail(void) { return hb::kernels::detail; }
 
 int32_t hb_kernels_variant(void) {
-  static const int32_t chosen = hb::best();
+  static const int32_t chosen = hb::kernels::best();
   return chosen;
 }
 
-int32_t hb_kernels_has(int32_t variant) { return hb::table(variant) != nullptr ? 1 : 0; }
+int32_t hb_kernels_has(int32_t variant) { return hb::kernels::table(variant) != nullptr ? 1 : 0; }
 
-int32_t hb_kernels_threads(void) { return hb::threads(); }
+int32_t hb_kernels_threads(void) { return hb::kernels::threads(); }
 
 int32_t hb_kernels_set_threads(int32_t threads) {
-  if (hb::set_threads(threads)) return HB_OK;
-  return hb::fail(HB_BAD_ARGUMENT, "%d threads; 1 to 64 will do", threads);
+  if (hb::kernels::set_threads(threads)) return HB_K_OK;
+  return hb::kernels::fail(HB_K_BAD_ARGUMENT, "%d threads; 1 to 64 will do", threads);
 }
 
 }  // extern "C"

@@ -7,7 +7,7 @@
 #include "cpu/variants.h"
 #include "hotbunk_kernels.h"
 
-namespace hb {
+namespace hb::kernels {
 
 // Keep a sentence for hb_kernels_detail() and give the code back.
 [[gnu::format(printf, 2, 3)]] int32_t fail(int32_t code, const char *format, ...);
@@ -18,7 +18,7 @@ const hb_variant *variant_of(const hb_run *run);
 inline bool on_device(const hb_run *run) { return run != nullptr && run->device >= 0; }
 inline int threads_of(const hb_run *run) { return run != nullptr ? run->threads : 0; }
 
-// HB_OK, or what is wrong with the run itself.
+// HB_K_OK, or what is wrong with the run itself.
 int32_t check_run(const hb_run *run);
 
 // No range of bytes is longer: products and sums of a few of them fit 64 bits.
@@ -40,14 +40,14 @@ inline Span span(const void *p, int64_t bytes) {
 
 inline bool meet(Span a, Span b) { return a.low < b.high && b.low < a.high; }
 
-}  // namespace hb
+}  // namespace hb::kernels
 
 // The body of an entry point: nothing is thrown across the C ABI.
 #define HB_GUARD(...)                                                \
   try {                                                              \
     __VA_ARGS__                                                      \
   } catch (const std::bad_alloc &) {                                 \
-    return hb::fail(HB_NO_MEMORY, "no memory for the call's tables"); \
+    return hb::kernels::fail(HB_K_NO_MEMORY, "no memory for the call's tables"); \
   }
 
 #endif  // HB_COMMON_H

@@ -8,7 +8,7 @@
 #include "mix.h"
 #include "threads.h"
 
-namespace hb {
+namespace hb::kernels {
 namespace {
 
 const hb_keys &keys() {
@@ -54,14 +54,14 @@ struct Unit {
 int32_t fingerprint_on_host(const hb_piece *pieces, int64_t n, int64_t total, uint64_t *out,
                             const hb_run *run) {
   const hb_variant *v = variant_of(run);
-  if (v == nullptr) return HB_UNAVAILABLE;
+  if (v == nullptr) return HB_K_UNAVAILABLE;
   const auto sum_part = [&](int64_t i, int64_t begin, int64_t end) {
     const hb_piece &p = pieces[i];
     return sum_of(*v, static_cast<const char *>(p.data) + begin, end - begin, p.start + begin);
   };
   if (total < 2 * kUnitBytes) {
     for (int64_t i = 0; i < n; ++i) out[i] = sum_part(i, 0, pieces[i].nbytes);
-    return HB_OK;
+    return HB_K_OK;
   }
   std::vector<Unit> units;
   for (int64_t i = 0; i < n; ++i) {
@@ -79,29 +79,29 @@ int32_t fingerprint_on_host(const hb_piece *pieces, int64_t n, int64_t total, ui
     const uint64_t sum = sum_part(unit.piece, unit.begin, unit.end);
     __atomic_fetch_add(out + unit.piece, sum, __ATOMIC_RELAXED);
   });
-  return HB_OK;
+  return HB_K_OK;
 }
 
 }  // namespace
-}  // namespace hb
+}  // namespace hb::kernels
 
 int32_t hb_fingerprint(const hb_piece *pieces, int64_t n, uint64_t *out, const hb_run *run) {
   HB_GUARD({
-    if (int32_t code = hb::check_run(run)) return code;
-    if (n < 0 || n > hb::kMostBytes / 64 || (n > 0 && (pieces == nullptr || out == nullptr)))
-      return hb::fail(HB_BAD_ARGUMENT, "%lld pieces", static_cast<long long>(n));
+    if (int32_t code = hb::kernels::check_run(run)) return code;
+    if (n < 0 || n > hb::kernels::kMostBytes / 64 || (n > 0 && (pieces == nullptr || out == nullptr)))
+      return hb::kernels::fail(HB_K_BAD_ARGUMENT, "%lld pieces", static_cast<long long>(n));
     int64_t total = 0;
     for (int64_t i = 0; i < n; ++i) {
       const hb_piece &p = pieces[i];
-      if (p.nbytes < 0 || p.nbytes > hb::kMostBytes || p.start < 0 || p.start > INT64_MAX / 2 ||
+      if (p.nbytes < 0 || p.nbytes > hb::kernels::kMostBytes || p.start < 0 || p.start > INT64_MAX / 2 ||
           (p.nbytes > 0 && p.data == nullptr))
-        return hb::fail(HB_BAD_ARGUMENT, "piece %lld: %lld bytes at %p, from byte %lld",
+        return hb::kernels::fail(HB_K_BAD_ARGUMENT, "piece %lld: %lld bytes at %p, from byte %lld",
                         static_cast<long long>(i), static_cast<long long>(p.nbytes), p.data,
                         static_cast<long long>(p.start));
       total += p.nbytes;
-      if (total > hb::kMostBytes) return hb::fail(HB_BAD_ARGUMENT, "too many bytes");
+      if (total > hb::kernels::kMostBytes) return hb::kernels::fail(HB_K_BAD_ARGUMENT, "too many bytes");
     }
-    if (hb::on_device(run)) return hb::cuda::fingerprint(pieces, n, out, run);
-    return hb::fingerprint_on_host(pieces, n, total, out, run);
+    if (hb::kernels::on_device(run)) return hb::kernels::cuda::fingerprint(pieces, n, out, run);
+    return hb::kernels::fingerprint_on_host(pieces, n, total, out, run);
   })
 }

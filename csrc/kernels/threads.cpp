@@ -11,7 +11,7 @@
 #include <system_error>
 #include <thread>
 
-namespace hb {
+namespace hb::kernels {
 namespace {
 
 constexpr int kMost = 64;
@@ -149,4 +149,4 @@ void parallel(int64_t n, int most, void (*work)(void *, int64_t), void *context)
   job.done.wait(lock, [&job] { return job.left == 0; });
 }
 
-}  // namespace hb
+}  // namespace hb::kernels

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace hb {
+namespace hb::kernels {
 
 int threads();
 bool set_threads(int count);
@@ -21,6 +21,6 @@ void parallel_for(int64_t n, int most, const F &f) {
       const_cast<void *>(static_cast<const void *>(&f)));
 }
 
-}  // namespace hb
+}  // namespace hb::kernels
 
 #endif  // HB_THREADS_H

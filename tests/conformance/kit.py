@@ -27,6 +27,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+EXPERTS: dict[str, Any] = {  # of families whose name ends in ``_moe``
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+}
 _SCALE = 5.0  # of matrices; twice that where head and embedding are one
 
 
@@ -35,7 +41,9 @@ def make_model(family: str, version: int, *, tied: bool = False, **sizes: int) -
 
     ``sizes`` replace some of :data:`SIZES`.
     """
-    config = AutoConfig.for_model(family, **{**SIZES, **sizes}, tie_word_embeddings=tied)
+    experts = EXPERTS if family.endswith("_moe") else {}
+    sizes = {**SIZES, **experts, **sizes}
+    config = AutoConfig.for_model(family, **sizes, tie_word_embeddings=tied)
     with torch.random.fork_rng():
         torch.manual_seed(1000 + version)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from hotbunk.checkpoint_engine.source import TensorSource, module_source
 from hotbunk.rollout.contract import (
     Completion,
     GenerateRequest,
+    PauseMode,
     Sampling,
     TokenChunk,
     collect,
@@ -165,6 +167,51 @@ def source(model_dir: Path) -> TensorSource:
     return module_source(loaded(model_dir))
 
 
+class Frozen:
+    """Greedy requests of ``length`` tokens on a replica of the reference engine, to be frozen.
+
+    ``computed`` counts the tokens the engine computes after the freeze.
+    """
+
+    def __init__(
+        self, target: Replica, prompts: list[list[int]], length: int = 60, **options: Any
+    ) -> None:
+        self.target, self.prompts, self.length = target, prompts, length
+        self.streams = [target.generate(request(p, length, **options)) for p in prompts]
+        self.begun: list[list[int]] = []
+        self.computed = 0
+        engine: Any = target.backend
+        self._scheduler, runner = engine._scheduler, engine._runner
+        step = runner.step
+
+        def counted(plan: Any) -> Any:
+            self.computed += sum(chunk.count for chunk in plan.chunks)
+            return step(plan)
+
+        runner.step = counted
+
+    async def freeze(self, clear_cache: bool = False) -> None:
+        """Catch them after a few tokens each."""
+        self.begun = list(await asyncio.gather(*(first_tokens(s, 5) for s in self.streams)))
+        await self.target.pause_generation(PauseMode.KEEP, clear_cache=clear_cache)
+        self.computed = 0
+
+    def made(self) -> list[int]:
+        """Response tokens each has in the engine (more than were read)."""
+        return [s.produced for s in self._scheduler.in_flight()]
+
+    async def thaw(self) -> list[list[int]]:
+        """Let them end; their responses."""
+        await self.target.resume_generation()
+        rest = await asyncio.gather(*(collect(s) for s in self.streams))
+        self.target.backend.check_invariants()  # type: ignore[attr-defined]
+        return [[*a, *b.token_ids] for a, b in zip(self.begun, rest, strict=True)]
+
+    def goldens(self, model: Path) -> list[list[int]]:
+        """What the model makes of them, uninterrupted."""
+        return [golden(model, p, self.length) for p in self.prompts]
+
+
 class Kit:
     """The helpers above, for test modules: pytest's importlib mode has no sibling imports."""
 
@@ -175,6 +222,7 @@ class Kit:
     golden = staticmethod(golden)
     loaded = staticmethod(loaded)
     source = staticmethod(source)
+    frozen = Frozen
 
 
 @pytest.fixture(scope="session")

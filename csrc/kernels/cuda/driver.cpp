@@ -10,7 +10,7 @@
 #include "../common.h"
 #include "bodies.h"
 
-namespace hb::cuda {
+namespace hb::kernels::cuda {
 namespace {
 
 constexpr int kMostDevices = 64;
@@ -21,7 +21,7 @@ int32_t failed(const Driver &d, const char *what, Result result) {
   const char *name = nullptr;
   if (d.error_name == nullptr || d.error_name(result, &name) != 0 || name == nullptr) name = "?";
   constexpr Result kOutOfMemory = 2;
-  return fail(result == kOutOfMemory ? HB_NO_MEMORY : HB_DRIVER, "%s: %s (%d)", what, name, result);
+  return fail(result == kOutOfMemory ? HB_K_NO_MEMORY : HB_K_DRIVER, "%s: %s (%d)", what, name, result);
 }
 
 // The library that has the driver. The environment may name another one.
@@ -34,7 +34,7 @@ struct Opened {
   Driver driver;
   bool usable = false;
   int devices = 0;
-  int32_t code = HB_UNAVAILABLE;
+  int32_t code = HB_K_UNAVAILABLE;
   std::string why;
 };
 
@@ -114,7 +114,7 @@ Device *device(const Driver &, int ordinal) {
     return all;
   }();
   if (ordinal < 0 || ordinal >= opened().devices || ordinal >= kMostDevices) {
-    fail(HB_UNAVAILABLE, "CUDA device %d of %d", ordinal, opened().devices);
+    fail(HB_K_UNAVAILABLE, "CUDA device %d of %d", ordinal, opened().devices);
     return nullptr;
   }
   return devices + ordinal;
@@ -124,27 +124,27 @@ int32_t Device::open(const Driver &d, int ordinal) {
   const std::string path = fatbin_path();
   const std::vector<char> image = read_file(path);
   if (image.empty())
-    return fail(HB_UNAVAILABLE, "no CUDA kernels at %s: this build had no nvcc", path.c_str());
+    return fail(HB_K_UNAVAILABLE, "no CUDA kernels at %s: this build had no nvcc", path.c_str());
   int id = 0;
   if (Result r = d.device_get(&id, ordinal)) return failed(d, "cuDeviceGet", r);
   Handle context = nullptr, module = nullptr;
   if (Result r = d.context_retain(&context, id)) return failed(d, "cuDevicePrimaryCtxRetain", r);
   if (Result r = d.context_push(context)) return failed(d, "cuCtxPushCurrent", r);
-  int32_t code = HB_OK;
+  int32_t code = HB_K_OK;
   if (Result r = d.module_load(&module, image.data())) code = failed(d, "cuModuleLoadData", r);
-  for (int k = 0; k < kKernels && code == HB_OK; ++k)
+  for (int k = 0; k < kKernels && code == HB_K_OK; ++k)
     if (Result r = d.module_function(&kernels_[k], module, kKernelNames[k]))
       code = failed(d, kKernelNames[k], r);
   Handle popped = nullptr;
   d.context_pop(&popped);
-  if (code == HB_OK) context_ = context;  // kept as long as the process, as torch keeps it
+  if (code == HB_K_OK) context_ = context;  // kept as long as the process, as torch keeps it
   return code;
 }
 
 Device::Hold::Hold(Device &device, const Driver &driver)
-    : code(HB_OK), device_(device), driver_(driver), lock_(device.mutex_) {
+    : code(HB_K_OK), device_(device), driver_(driver), lock_(device.mutex_) {
   if (device.context_ == nullptr) code = device.open(driver, device.ordinal_);
-  if (code != HB_OK) return;
+  if (code != HB_K_OK) return;
   if (Result r = driver.context_push(device.context_))
     code = failed(driver, "cuCtxPushCurrent", r);
   else
@@ -174,29 +174,29 @@ Address Device::Hold::scratch(size_t bytes) {
 
 int32_t Device::Hold::upload(Address to, const void *from, size_t bytes, Handle stream) {
   const Result r = driver_.upload(to, from, bytes, stream);
-  return r ? failed(driver_, "cuMemcpyHtoDAsync", r) : HB_OK;
+  return r ? failed(driver_, "cuMemcpyHtoDAsync", r) : HB_K_OK;
 }
 
 int32_t Device::Hold::download(void *to, Address from, size_t bytes, Handle stream) {
   const Result r = driver_.download(to, from, bytes, stream);
-  return r ? failed(driver_, "cuMemcpyDtoHAsync", r) : HB_OK;
+  return r ? failed(driver_, "cuMemcpyDtoHAsync", r) : HB_K_OK;
 }
 
 int32_t Device::Hold::clear(Address at, size_t bytes, Handle stream) {
   const Result r = driver_.clear(at, 0, bytes, stream);
-  return r ? failed(driver_, "cuMemsetD8Async", r) : HB_OK;
+  return r ? failed(driver_, "cuMemsetD8Async", r) : HB_K_OK;
 }
 
 int32_t Device::Hold::launch(Kernel kernel, unsigned x, unsigned y, void **arguments,
                              Handle stream) {
   const Result r = driver_.launch(device_.kernels_[kernel], x, y, 1, HB_CUDA_THREADS, 1, 1, 0,
                                   stream, arguments, nullptr);
-  return r ? failed(driver_, kKernelNames[kernel], r) : HB_OK;
+  return r ? failed(driver_, kKernelNames[kernel], r) : HB_K_OK;
 }
 
 int32_t Device::Hold::finish(Handle stream) {
   const Result r = driver_.synchronize(stream);
-  return r ? failed(driver_, "cuStreamSynchronize", r) : HB_OK;
+  return r ? failed(driver_, "cuStreamSynchronize", r) : HB_K_OK;
 }
 
-}  // namespace hb::cuda
+}  // namespace hb::kernels::cuda

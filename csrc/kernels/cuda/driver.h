@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <mutex>
 
-namespace hb::cuda {
+namespace hb::kernels::cuda {
 
 using Result = int;
 using Address = unsigned long long;  // CUdeviceptr
@@ -54,7 +54,7 @@ class Device {
     ~Hold();
     Hold(const Hold &) = delete;
     Hold &operator=(const Hold &) = delete;
-    int32_t code;  // HB_OK, or why the device cannot be used
+    int32_t code;  // HB_K_OK, or why the device cannot be used
 
     // Scratch memory of at least `bytes`, the same for the whole call. 0: none; `code` says why.
     Address scratch(size_t bytes);
@@ -91,6 +91,6 @@ const Driver *driver();
 // A device of it; nullptr when there is none of that number, and the error is kept.
 Device *device(const Driver &driver, int ordinal);
 
-}  // namespace hb::cuda
+}  // namespace hb::kernels::cuda
 
 #endif  // HB_CUDA_DRIVER_H

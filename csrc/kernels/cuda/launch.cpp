@@ -7,7 +7,7 @@
 #include "bodies.h"
 #include "driver.h"
 
-namespace hb::cuda {
+namespace hb::kernels::cuda {
 namespace {
 
 constexpr int64_t kPartBytes = HB_PART_BLOCKS * HB_BLOCK_BYTES;
@@ -39,10 +39,10 @@ std::vector<hb_copy> split(const hb_copy *table, int64_t n) {
 int32_t copy_many(const hb_copy *table, int64_t n, const hb_run *run) {
   const Driver *d = driver();
   Device *on = d == nullptr ? nullptr : device(*d, run->device);
-  if (on == nullptr) return HB_UNAVAILABLE;
+  if (on == nullptr) return HB_K_UNAVAILABLE;
   const std::vector<hb_copy> parts = split(table, n);
   Device::Hold hold(*on, *d);
-  if (hold.code != HB_OK || parts.empty()) return hold.code;
+  if (hold.code != HB_K_OK || parts.empty()) return hold.code;
   const size_t bytes = parts.size() * sizeof(hb_copy);
   Address at = hold.scratch(bytes);
   if (at == 0) return hold.code;
@@ -56,7 +56,7 @@ int32_t copy_many(const hb_copy *table, int64_t n, const hb_run *run) {
 int32_t fingerprint(const hb_piece *pieces, int64_t n, uint64_t *out, const hb_run *run) {
   const Driver *d = driver();
   Device *on = d == nullptr ? nullptr : device(*d, run->device);
-  if (on == nullptr) return HB_UNAVAILABLE;
+  if (on == nullptr) return HB_K_UNAVAILABLE;
   std::vector<hb_part> parts;
   for (int64_t i = 0; i < n; ++i) {
     out[i] = 0;
@@ -70,7 +70,7 @@ int32_t fingerprint(const hb_piece *pieces, int64_t n, uint64_t *out, const hb_r
     }
   }
   Device::Hold hold(*on, *d);
-  if (hold.code != HB_OK || parts.empty()) return hold.code;
+  if (hold.code != HB_K_OK || parts.empty()) return hold.code;
   // Sums first, then the parts.
   const size_t sums = static_cast<size_t>(n) * sizeof(uint64_t);
   const size_t bytes = parts.size() * sizeof(hb_part);
@@ -90,9 +90,9 @@ int32_t fingerprint(const hb_piece *pieces, int64_t n, uint64_t *out, const hb_r
 int32_t kv(KvOp op, const hb_kv &cache, const hb_blocks &blocks, void *packed, const hb_run *run) {
   const Driver *d = driver();
   Device *on = d == nullptr ? nullptr : device(*d, run->device);
-  if (on == nullptr) return HB_UNAVAILABLE;
+  if (on == nullptr) return HB_K_UNAVAILABLE;
   Device::Hold hold(*on, *d);
-  if (hold.code != HB_OK) return hold.code;
+  if (hold.code != HB_K_OK) return hold.code;
   const int64_t used = (blocks.tokens + blocks.size - 1) / blocks.size;
   const size_t bytes = static_cast<size_t>(used) * sizeof(int64_t);
   const Address ids = hold.scratch(bytes);
@@ -112,11 +112,11 @@ int32_t kv(KvOp op, const hb_kv &cache, const hb_blocks &blocks, void *packed, c
   return hold.finish(stream_of(run));
 }
 
-}  // namespace hb::cuda
+}  // namespace hb::kernels::cuda
 
 int32_t hb_kernels_cuda(int32_t ordinal) {
-  const hb::cuda::Driver *d = hb::cuda::driver();
-  hb::cuda::Device *on = d == nullptr ? nullptr : hb::cuda::device(*d, ordinal);
-  if (on == nullptr) return HB_UNAVAILABLE;
-  return hb::cuda::Device::Hold(*on, *d).code;
+  const hb::kernels::cuda::Driver *d = hb::kernels::cuda::driver();
+  hb::kernels::cuda::Device *on = d == nullptr ? nullptr : hb::kernels::cuda::device(*d, ordinal);
+  if (on == nullptr) return HB_K_UNAVAILABLE;
+  return hb::kernels::cuda::Device::Hold(*on, *d).code;
 }

@@ -4,7 +4,7 @@
 
 #include "hotbunk_kernels.h"
 
-namespace hb {
+namespace hb::kernels {
 
 enum class KvOp { kGather = 0, kScatter = 1, kZero = 2 };
 
@@ -15,6 +15,6 @@ int32_t fingerprint(const hb_piece *pieces, int64_t n, uint64_t *out, const hb_r
 int32_t kv(KvOp op, const hb_kv &kv, const hb_blocks &blocks, void *packed, const hb_run *run);
 
 }  // namespace cuda
-}  // namespace hb
+}  // namespace hb::kernels
 
 #endif  // HB_CUDA_LAUNCH_H

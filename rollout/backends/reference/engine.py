@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Collection, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,11 @@ from hotbunk.rollout.backends.reference.generation import Generating
 from hotbunk.rollout.backends.reference.options import ReferenceOptions
 from hotbunk.rollout.backends.reference.requests import RequestRules
 from hotbunk.rollout.backends.reference.runner import KVStash, ModelRunner
-from hotbunk.rollout.backends.reference.scheduler import Scheduler, Sequence
+from hotbunk.rollout.backends.reference.scheduler import Scheduler
 from hotbunk.rollout.backends.reference.thread import EngineThread
 from hotbunk.rollout.backends.reference.weights import Writer
 from hotbunk.rollout.contract import (
+    ADAPTER_PREFIX,
     FULL,
     NATIVE,
     TARGET,
@@ -29,6 +31,7 @@ from hotbunk.rollout.contract import (
     Cache,
     Capabilities,
     Digests,
+    Manifest,
     MemoryReport,
     Placement,
     ReceiverLayout,
@@ -46,6 +49,7 @@ from hotbunk.rollout.intake import check_offer
 from hotbunk.rollout.lifecycle import Residency, Weights, groups_of
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 class ReferenceEngine(Generating):
@@ -132,17 +136,20 @@ class ReferenceEngine(Generating):
             stash = self._saved_kv() if keep_kv and Tag.KV_CACHE in wanted else None
             try:
                 report = self._runner.pool.release(wanted, groups)
+            except errors.ReleaseIncomplete:
+                self._released(wanted, retention, groups, stash)  # the content is gone all the same
+                raise
             except errors.HotbunkError:
-                if stash is not None:
+                if stash is not None and stash is not self._stash:
                     stash.close()
                 raise
-            self._residency.released(wanted, retention, groups)
+            self._released(wanted, retention, groups, stash)
             if Tag.KV_CACHE not in wanted:
-                return report
-            kept = self._give_kv_up(stash)
-            recomputed = sum(1 for s in self._scheduler.everyone() if s.recomputed)
+                return self._with_stash(report)
             report = msgspec.structs.replace(
-                report, recomputed_requests=recomputed, kept_requests=kept
+                report,
+                recomputed_requests=self._scheduler.lost(),
+                kept_requests=0 if stash is None else len({s.id for s in stash.held}),
             )
             return self._with_stash(report)
 
@@ -151,41 +158,43 @@ class ReferenceEngine(Generating):
     async def release_kv_cache(self, *, keep_kv: bool = False) -> MemoryReport:
         return await self.release([Tag.KV_CACHE], keep_kv=keep_kv)
 
-    def _saved_kv(self) -> KVStash | None:
-        """KV of frozen requests, on the host; that of an earlier release stays where it is."""
-        if self._stash is not None:
-            return self._stash
-        return self._runner.save_kv(self._scheduler.in_flight())
-
-    def _give_kv_up(self, stash: KVStash | None) -> int:
-        """Blocks are gone; what is in the stash counts as computed still. How many requests."""
-        if self._stash is not None and self._stash is not stash:
+    def _released(
+        self,
+        tags: Collection[Tag],
+        retention: Retention,
+        groups: Mapping[str, Retention],
+        stash: KVStash | None,
+    ) -> None:
+        """Memory is gone. Who has KV in the stash keeps its blocks; others' is lost."""
+        self._residency.released(tags, retention, groups)
+        if Tag.KV_CACHE not in tags:
+            return
+        if self._stash is not stash:
             self._forget_stash()
         self._stash = stash
-        held: set[Sequence] = set() if stash is None else set(stash.held)
         for s in self._scheduler.everyone():
-            if s in held:
-                self._scheduler.pool.give_back(s.blocks)
-                s.blocks, s.keys = [], []
-            else:
+            if stash is None or s not in stash.held:
                 self._scheduler.drop_kv(s)
         self._scheduler.pool.forget_all()
-        return len(held)
+
+    def _saved_kv(self) -> KVStash:
+        """KV of frozen requests, on the host; that of an earlier release stays where it is."""
+        frozen = self._scheduler.in_flight()
+        if self._stash is None:
+            return self._runner.save_kv(frozen)
+        self._stash.held &= set(frozen)
+        return self._stash
 
     def _take_kv_back(self) -> None:
-        """Saved KV goes into new blocks; requests that ended meanwhile need none."""
-        stash = self._stash
-        if stash is None:
+        """Saved KV goes where it was: its blocks stayed with their requests."""
+        if self._stash is None:
             return
-        alive = set(self._scheduler.everyone())
-        for s in list(stash.held):
-            if s not in alive:
-                del stash.held[s]
-                continue
-            taken = self._scheduler.pool.take(self._scheduler.blocks_for(s.computed))
-            assert taken is not None, "saved KV does not fit where it came from"
-            s.blocks = taken
-        self._runner.restore_kv(stash)
+        try:
+            self._runner.restore_kv(self._stash)
+        except (errors.MemoryFault, OSError):
+            log.exception("saved KV cannot be read back, so it is computed again")
+            for sequence in self._stash.held & set(self._scheduler.everyone()):
+                self._scheduler.drop_kv(sequence)
         self._forget_stash()
 
     def _forget_stash(self) -> None:
@@ -210,34 +219,36 @@ class ReferenceEngine(Generating):
         groups = groups_of(scope, (spec.group for spec in manifest.tensors))
         known = self._placements(transfer, groups)
 
-        def begin() -> Writer:
+        def check() -> None:
             self._must_stand_still("update_weights")
             self._residency.check_offer(groups, scope, version)
-            if scope.kind is ScopeKind.ADAPTER:
-                tensors = self._runner.adapters.prepare(scope.name, manifest)
-                return Writer(manifest, tensors.__getitem__)
-            return Writer(manifest, self._runner.binding.tensor)
 
         layout = {n: known[n] for spec in manifest.tensors for n in spec.names}
-        writer = await self._thread.call(begin)
+        await self._thread.call(check)
         await transfer.accept(ReceiverLayout(layout))
 
-        def write(bucket: Bucket | None) -> None:
-            # From here on the engine itself refuses to compute, whoever asks.
-            self._residency.written(groups)
+        begun: list[Writer] = []
+
+        def write(bucket: Bucket | None) -> Writer:
+            if not begun:
+                # From here on the engine itself refuses to compute, whoever asks.
+                self._residency.written(groups)
+                begun.append(self._writer(manifest))
             if bucket is not None:
-                writer.write(bucket)
+                begun[0].write(bucket)
+            return begun[0]
 
         async for bucket in transfer.buckets():
             await _uncut(self._thread.call(partial(write, bucket)))
-        await self._thread.call(partial(write, None))  # an update without a byte is one, too
+        # An update without a byte is one, too.
+        writer = await self._thread.call(partial(write, None))
         applied = writer.intake.finish()
         expected = dict(await transfer.fingerprints())
         if expected:
-            differing = await self._thread.call(lambda: writer.differing(expected))
+            differing = await self._thread.call(partial(writer.differing, expected))
             if differing:
                 raise errors.VerifyFailed(differing)
-        await self._thread.call(self._outdate_caches)
+        await self._thread.call(lambda: self._outdate_caches(groups))
         await transfer.commit()
         await self._thread.call(lambda: self._residency.committed(groups, version))
         return UpdateReport(
@@ -247,6 +258,13 @@ class ReferenceEngine(Generating):
             buckets=writer.intake.buckets,
             verified="applied" if expected else "none",
         )
+
+    def _writer(self, manifest: Manifest) -> Writer:
+        """Called at the first byte: what was there before, an adapter's room too, stands till then."""
+        if manifest.scope.kind is ScopeKind.ADAPTER:
+            tensors = self._runner.adapters.prepare(manifest.scope.name, manifest)
+            return Writer(manifest, tensors.__getitem__)
+        return Writer(manifest, self._runner.binding.tensor)
 
     def _placements(self, transfer: Transfer, groups: Collection[str]) -> Mapping[str, Placement]:
         """Where the tensors on offer would go. :raises UpdateRefused: they have no place here."""
@@ -263,14 +281,21 @@ class ReferenceEngine(Generating):
         check_offer(manifest, known, self._runner.binding.required())
         return known
 
-    def _outdate_caches(self) -> None:
+    def _outdate_caches(self, groups: Collection[str]) -> None:
         """KV that older weights made: nobody new may find it, and what was saved is worthless."""
         self._scheduler.pool.forget_all()
-        self._runner.zero_kv(self._scheduler.pool.unused())
+        alive = set(self._scheduler.everyone())
+        concerned = {
+            s for s in alive if TARGET in groups or f"{ADAPTER_PREFIX}{s.request.adapter}" in groups
+        }
         if self._stash is not None:
-            for s in self._stash.held:
+            for s in self._stash.held & concerned:
                 self._scheduler.drop_kv(s)
-            self._forget_stash()
+            self._stash.held &= alive - concerned
+            if not self._stash.held:
+                self._forget_stash()
+        self._scheduler.outdated(concerned)
+        self._runner.zero_kv(self._scheduler.pool.unused())
 
     # -- looking ------------------------------------------------------------------------------
 

@@ -221,11 +221,21 @@ class Generating(Engine):
                 self._scheduler.remove(sequence)
                 refused.append((sequence, missing))
         self._thread.post(self._deliver, refused)
-        now = self._version_now()
-        for s in self._scheduler.in_flight():
-            if s.request.version is not None and now is not None and s.request.version != now:
-                self._abort_now([s], f"pinned to version {s.request.version}; {now} is resident")
+        for sequence in self._scheduler.in_flight():
+            why = self._cannot_go_on(sequence.request)
+            if why:
+                self._abort_now([sequence], why)
         self._scheduler.resume()
+
+    def _cannot_go_on(self, request: GenerateRequest) -> str:
+        """What ends a frozen request for good. That the base is missing does not: it waits."""
+        now = self._version_now()
+        if request.version is not None and now is not None and request.version != now:
+            return f"pinned to version {request.version}; {now} is resident"
+        group = f"{ADAPTER_PREFIX}{request.adapter}"
+        if request.adapter is not None and self._residency.groups[group].version is None:
+            return f"weight group {group!r} has no content ({self._residency.groups[group]})"
+        return ""
 
     def _check_pin(self, request: GenerateRequest) -> None:
         now = self._version_now()
@@ -243,7 +253,8 @@ class Generating(Engine):
         left = set(_ids(frozen))
         clear = any(pending.clear_cache for pending in self._pending)
         if clear:
-            self._scheduler.drop_all_kv(frozen)
+            for sequence in frozen:
+                self._scheduler.drop_kv(sequence)
             self._scheduler.pool.forget_all()
         for pending in self._pending:
             ended = set(pending.before) - left

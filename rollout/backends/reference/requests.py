@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from hotbunk.rollout import errors
 from hotbunk.rollout.backends.reference.scheduler import Sequence
@@ -23,8 +26,7 @@ class RequestRules:
         self._context = int(config.max_position_embeddings)
         self._capacity = capacity
         self._model_dir = model_dir
-        eos = config.eos_token_id
-        self._eos = frozenset(eos if isinstance(eos, (list, tuple)) else [eos]) - {None}
+        self._eos = frozenset(_ids(config.eos_token_id)) | _generation_eos(model_dir)
 
     def check(self, request: GenerateRequest) -> None:
         """:raises UsageError: it could never run. :raises Unsupported: media, or unknown text."""
@@ -33,6 +35,10 @@ class RequestRules:
             raise errors.Unsupported("media", "reference", "text models only")
         if not request.prompt or want.max_tokens < 1 or want.n < 1:
             raise errors.UsageError(f"{who} needs a prompt, and max_tokens and n of 1 or more")
+        if not 0 <= request.continued <= len(request.prompt):
+            raise errors.UsageError(
+                f"{who} continues {request.continued} tokens and its prompt has {len(request.prompt)}"
+            )
         if not all(0 <= t < self._vocabulary for t in request.prompt):
             raise errors.UsageError(f"{who} has token ids outside 0..{self._vocabulary - 1}")
         if want.temperature < 0 or not math.isfinite(want.temperature):
@@ -71,12 +77,18 @@ class RequestRules:
         return FinishReason.LENGTH if sequence.produced >= want.max_tokens else None
 
     def _says(self, sequence: Sequence, stop: tuple[str, ...]) -> bool:
-        # A token is at least a byte of text, so the last few hold any string that ends here. A few
-        # more give the decoder whole characters to begin with.
+        # A token is at least a byte of text, but for special ones, so the last few others hold any
+        # string that ends here. A few more give the decoder whole characters to begin with.
         window = max(len(text.encode()) for text in stop) + 8
-        response = sequence.tokens[len(sequence.request.prompt) :]
-        said = self._tokenizer.decode(response[-window:], skip_special_tokens=True)
+        said_before = sequence.request.continued
+        response = islice(reversed(sequence.tokens), said_before + sequence.produced)
+        last = list(islice((t for t in response if t not in self._special), window))
+        said = self._tokenizer.decode(last[::-1], clean_up_tokenization_spaces=False)
         return any(text in said for text in stop)
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self._tokenizer.all_special_ids)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -88,3 +100,19 @@ class RequestRules:
             raise errors.Unsupported(
                 "stop strings", "reference", f"no tokenizer in {str(self._model_dir)!r}"
             ) from error
+
+
+def _ids(said: object) -> list[int]:
+    """Token ids as a configuration says them: none, one or a list."""
+    return [] if said is None else list(said) if isinstance(said, (list, tuple)) else [said]  # type: ignore[list-item]
+
+
+def _generation_eos(model_dir: Path) -> frozenset[int]:
+    """Ends of a turn that chat models name in ``generation_config.json`` only."""
+    path = model_dir / "generation_config.json"
+    if not path.is_file():
+        return frozenset()
+    try:
+        return frozenset(_ids(msgspec.json.decode(path.read_bytes()).get("eos_token_id")))
+    except (msgspec.MsgspecError, AttributeError, TypeError) as error:
+        raise errors.ConfigError(f"{str(path)!r} cannot be used: {error}") from error

@@ -5,9 +5,10 @@ Everything here runs on the engine's own thread, between or in steps.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,24 +84,23 @@ class ModelRunner:
         return [next(results) if c.samples else None for c in chunks]
 
     def save_kv(self, sequences: Iterable[Sequence]) -> KVStash:
-        """Copy the KV of these sequences to the host.
+        """Copy the KV blocks of these sequences to the host.
 
         :raises HostOutOfMemory: there is no room for it.
         """
-        stash = KVStash(self._backup_dir)
-        for sequence in sequences:
-            if sequence.computed:
-                size, tokens = self._block_size, sequence.computed
-                stash.save(sequence, kv_gather(self._kv, sequence.blocks, size, tokens))
+        stash = KVStash(self._backup_dir, {s for s in sequences if s.computed})
+        for _, blocks in stash.groups():
+            size = self._block_size
+            stash.save(kv_gather(self._kv, blocks, size, len(blocks) * size))
         return stash
 
     def restore_kv(self, stash: KVStash) -> None:
-        """Copy it back into the blocks the sequences have now."""
-        for sequence in stash.held:
-            layers, planes, _, *row = self._kv.shape
-            shape = (layers, planes, sequence.computed, *row)
-            saved = stash.load(sequence, shape, self._kv.dtype)
-            kv_scatter(self._kv, sequence.blocks, self._block_size, saved)
+        """Copy it back to where it was. :raises MemoryFault, OSError: it cannot be read."""
+        layers, planes, _, *row = self._kv.shape
+        for first, blocks in stash.groups():
+            shape = (layers, planes, len(blocks) * self._block_size, *row)
+            saved = stash.load(first, len(blocks), shape, self._kv.dtype)
+            kv_scatter(self._kv, blocks, self._block_size, saved)
 
     def zero_kv(self, blocks: list[int]) -> None:
         """Leave nothing in these blocks. Memory that is released has nothing left anyway."""
@@ -123,38 +123,56 @@ class ModelRunner:
         self.pool.close()
 
 
+_TOGETHER = 64  # blocks that are saved and read at a time
+
+
 class KVStash:
-    """KV of frozen sequences, in an unlinked file on the host."""
+    """KV blocks of the sequences ``held``, each once, in an unlinked file on the host.
 
-    def __init__(self, directory: str) -> None:
-        # Lives as long as the stash; it has no name, so nothing outlives the process.
-        self._file = tempfile.TemporaryFile(dir=directory, prefix="hotbunk-")  # noqa: SIM115
-        self._directory = directory
-        self.held: dict[Sequence, int] = {}
+    :raises HostOutOfMemory: no file can be made there.
+    """
+
+    def __init__(self, directory: str, held: set[Sequence]) -> None:
+        self.held = held
+        self.blocks = sorted({block for sequence in held for block in sequence.blocks})
         self.nbytes = 0
-
-    def save(self, sequence: Sequence, kv: torch.Tensor) -> None:
-        """Append one sequence's KV [layers, 2, tokens, heads, head_dim]."""
-        data = memoryview(as_bytes(kv.contiguous()).numpy().data)
         try:
-            self._file.seek(self.nbytes)
+            # Lives as long as the stash; it has no name, so nothing outlives the process.
+            self._file = tempfile.TemporaryFile(dir=directory, prefix="hotbunk-")  # noqa: SIM115
+        except OSError as error:
+            raise errors.HostOutOfMemory(0, 0, where=str(error)) from error
+
+    def groups(self) -> Iterator[tuple[int, list[int]]]:
+        """The blocks, a few at a time, with the place of each group's first."""
+        for first in range(0, len(self.blocks), _TOGETHER):
+            yield first, self.blocks[first : first + _TOGETHER]
+
+    def save(self, rows: torch.Tensor) -> None:
+        """Append the next group. :raises HostOutOfMemory: no room; the stash is closed."""
+        data = as_bytes(rows).numpy().data
+        try:
             self._file.write(data)
             self._file.flush()
         except OSError as error:
             self.close()
-            raise errors.HostOutOfMemory(data.nbytes, 0) from error
-        self.held[sequence] = self.nbytes
+            raise errors.HostOutOfMemory(data.nbytes, 0, where=str(error)) from error
         self.nbytes += data.nbytes
 
-    def load(self, sequence: Sequence, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Read one sequence's KV back."""
+    def load(
+        self, first: int, count: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Read a group of ``count`` blocks, the first at that place among ``blocks``.
+
+        :raises MemoryFault: it is not all there.
+        """
         wanted = math.prod(shape) * dtype.itemsize
-        self._file.seek(self.held[sequence])
+        self._file.seek(first * (wanted // count))
         data = bytearray(self._file.read(wanted))
         if len(data) != wanted:
-            raise errors.MemoryFault(f"the saved KV of {sequence.id!r} is cut short")
+            raise errors.MemoryFault("saved KV is cut short")
         return torch.frombuffer(data, dtype=dtype).view(shape)
 
     def close(self) -> None:
         """Forget it."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk is told once, by save
+            self._file.close()

@@ -39,7 +39,7 @@ class Sequence:
 
     ``index`` is which of the request's ``n`` responses it is. ``keys`` are those of its leading
     blocks that are full and known to be of one kind; ``cached`` counts prompt tokens whose KV
-    somebody else had computed, at its first admission.
+    somebody else had computed, when those of its first token were (-1: not yet).
     """
 
     request: GenerateRequest
@@ -70,9 +70,9 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
-    def most_tokens(self) -> int:
-        """Prompt and response at their longest."""
-        return len(self.request.prompt) + self.request.sampling.max_tokens
+    def lost(self) -> bool:
+        """Whether its KV is gone and will be computed again."""
+        return self.recomputed > 0 and self.computed == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,11 @@ class Chunk:
     def samples(self) -> bool:
         """Whether the step reaches the sequence's last token, so that a new one is drawn."""
         return self.start + self.count == len(self.sequence.tokens)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is a single token of a sequence under way."""
+        return self.count == 1 and self.start > 0 and self.samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +156,13 @@ class Scheduler:
         self._give_back(sequence)
         sequence.recomputed += sequence.computed
         sequence.computed, sequence.keys, sequence.maker = 0, [], ""
+        if not sequence.produced and sequence.cached >= 0:  # what it found served nobody
+            self.cached_tokens -= sequence.cached
+            sequence.cached = -1
 
-    def drop_all_kv(self, among: Iterable[Sequence] | None = None) -> int:
-        """Drop KV of these (default: all); how many must be computed again, now or since before."""
-        chosen = self.everyone() if among is None else list(among)
-        for sequence in chosen:
-            self.drop_kv(sequence)
-        return sum(1 for s in chosen if s.recomputed)
+    def lost(self) -> int:
+        """How many requests' KV is gone and will be computed again."""
+        return len({s.id for s in self.everyone() if s.lost})
 
     def _give_back(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.blocks)
@@ -194,7 +199,8 @@ class Scheduler:
 
         ``made_by`` names the weights that will compute them: KV is shared among its like only.
         """
-        chosen: list[Chunk] = []
+        # By sequence: one that is preempted and comes back in the same step is planned anew.
+        chosen: dict[Sequence, Chunk] = {}
         budget = self._max_tokens
         for single in (True, False):  # those under way first: a long prompt must not stop them
             for s in list(self.running):
@@ -204,7 +210,7 @@ class Scheduler:
                     self._reuse(s, made_by)
                 count = min(len(s.tokens) - s.computed, budget)
                 if count and self._grow(s, s.computed + count):
-                    chosen.append(Chunk(s, s.computed, count))
+                    chosen[s] = Chunk(s, s.computed, count)
                     budget -= count
         while budget and self.waiting and len(self.running) < self._max_num_seqs:
             s = self.waiting[0]
@@ -212,11 +218,10 @@ class Scheduler:
                 break
             self.running.append(self.waiting.popleft())
             count = min(len(s.tokens) - s.computed, budget)
-            chosen.append(Chunk(s, s.computed, count))
+            chosen[s] = Chunk(s, s.computed, count)
             budget -= count
-        left = [c for c in chosen if c.sequence.blocks]  # without those preempted meanwhile
-        decode = tuple(c for c in left if c.count == 1 and c.start > 0 and c.samples)
-        return Plan(decode, tuple(c for c in left if c not in decode))
+        left = [c for c in chosen.values() if c.sequence.blocks]  # without those preempted
+        return Plan(tuple(c for c in left if c.decodes), tuple(c for c in left if not c.decodes))
 
     def computed(self, plan: Plan, made_by: MadeBy) -> None:
         """A step ran: its tokens have their KV, and blocks that are full may be found by others."""
@@ -227,12 +232,18 @@ class Scheduler:
             if s.maker != maker:
                 # KV of several versions in one request: nobody else may have what follows.
                 s.maker = maker if chunk.start == 0 else _MIXED
-            if s.maker is _MIXED:
+            if s.maker == _MIXED:
                 continue
             for n in range(len(s.keys), s.computed // self.pool.size):
                 tokens = s.tokens[n * self.pool.size : (n + 1) * self.pool.size]
                 s.keys.append(block_key(s.keys[-1] if s.keys else ROOT, tokens, maker))
                 self.pool.filled(s.blocks[n], s.keys[-1])
+
+    def outdated(self, sequences: Iterable[Sequence]) -> None:
+        """The weights that computed their KV have changed, whatever these are called now."""
+        for sequence in sequences:
+            if sequence.computed:
+                sequence.maker = _MIXED
 
     @staticmethod
     def _single(sequence: Sequence) -> bool:
@@ -270,6 +281,9 @@ class Scheduler:
             sequence.blocks.append(block)
             sequence.keys.append(key)
         sequence.computed = len(sequence.blocks) * self.pool.size
+        if not sequence.produced:
+            self.cached_tokens += sequence.computed - max(sequence.cached, 0)
+            sequence.cached = sequence.computed
 
     def _admit(self, sequence: Sequence, made_by: MadeBy) -> bool:
         """Blocks for all its tokens: found where others computed them, new for the rest."""
@@ -277,13 +291,10 @@ class Scheduler:
         missing = self.blocks_for(len(sequence.tokens)) - len(sequence.blocks)
         rest = self.pool.take(missing)
         if rest is None:
-            self._give_back(sequence)
-            sequence.computed, sequence.keys = 0, []
+            sequence.computed = 0  # found, not computed: nothing is lost
+            self.drop_kv(sequence)
             return False
         sequence.blocks.extend(rest)
-        if sequence.cached < 0:
-            sequence.cached = min(sequence.computed, len(sequence.request.prompt))
-            self.cached_tokens += sequence.cached
         return True
 
     def check_invariants(self) -> None:

@@ -12,6 +12,7 @@ import warnings
 from typing import Any
 
 from hotbunk.rollout.contract import Engine
+from hotbunk.rollout.errors import ConfigError
 
 
 def create(**options: Any) -> Engine:
@@ -24,8 +25,16 @@ def create(**options: Any) -> Engine:
 
     chosen = convert(options, VllmOptions, "backend vllm")
     prepare_environment(chosen)  # vLLM and OpenMP read it while they are imported
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what vLLM deprecates in itself is not the caller's
-        from hotbunk.rollout.backends.vllm.engine import VllmEngine
-
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what vLLM deprecates in itself is not the caller's
+            from hotbunk.rollout.backends.vllm.engine import VllmEngine
+    except ImportError as error:
+        if not (error.name or "").startswith("vllm.") and isinstance(error, ModuleNotFoundError):
+            raise  # not installed at all: the registry names the extra
+        raise ConfigError(
+            f"this vLLM is not the one the adapter was made for: {error}",
+            where="backend vllm",
+            remedy="it needs vLLM 0.32",
+        ) from error
     return VllmEngine(chosen)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -163,7 +164,7 @@ class VllmEngine(Engine):
     async def update_weights(
         self, transfer: Transfer, *, version: Version, scope: Scope = FULL
     ) -> UpdateReport:
-        if self._flight.mode is None:
+        if not self._flight.standing_still:
             raise errors.RequestsInFlight(list(self._flight.streams), "update_weights", 0.0)
         return await self._receiver.receive(self, transfer, version, scope)
 
@@ -183,8 +184,10 @@ class VllmEngine(Engine):
             collector = await self.llm.add_request(request.request_id, prompt, params)
         except EngineDeadError as error:
             raise errors.ReplicaLost(f"vLLM's engine core died: {error}") from error
-        except ValueError as error:
+        except (ValueError, VLLMClientError) as error:
             raise errors.UsageError(f"request {request.request_id!r}: {error}") from error
+        except GracefulHTTPError as error:  # one of its queues is full
+            raise errors.RequestRejected(f"request {request.request_id!r}: {error}") from error
         flight = self._flight
         stream = Stream(request, collector, self.llm.output_processor, self._labels, flight.changed)
         flight.streams[request.request_id] = stream

@@ -25,6 +25,10 @@ _RESERVED = {
 }
 
 
+_KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
+_CPU_KV_BYTES = 1 << 30
+
+
 class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the vLLM backend. Names and meanings are those of vLLM's engine arguments.
 
@@ -61,15 +65,26 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def to_engine_args(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments for vLLM's ``AsyncEngineArgs``, whose fields are ``known``.
 
-        :raises ConfigError: one that this vLLM does not have.
+        :raises ConfigError: one that this vLLM does not have, or would not listen to.
         """
         skip = self.skip_tokenizer_init
         if skip is None:
             skip = os.path.isdir(self.model) and not any(
                 name.startswith("tokenizer") for name in os.listdir(self.model)
             )
+        kv_bytes = self.kv_cache_memory_bytes
+        if is_cpu_build():
+            if _KV_SPACE not in os.environ:
+                kv_bytes = kv_bytes or _CPU_KV_BYTES  # else most of the machine's memory
+            elif kv_bytes is not None:
+                raise ConfigError(
+                    f"{_KV_SPACE} is set, and vLLM would take it instead of kv_cache_memory_bytes",
+                    where="backend vllm",
+                    remedy="unset one of them",
+                )
         chosen = {
             **{n: getattr(self, n) for n in self.__struct_fields__ if n != "engine_args"},
+            "kv_cache_memory_bytes": kv_bytes,
             "skip_tokenizer_init": skip,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
@@ -114,8 +129,6 @@ def prepare_environment(options: VllmOptions) -> None:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         }
-        if options.kv_cache_memory_bytes is None:
-            defaults["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; else most of the machine's memory
         if options.enforce_eager:
             defaults["TORCHDYNAMO_DISABLE"] = "1"
     for name, value in defaults.items():

@@ -33,6 +33,11 @@ class Flight:
         """Streams that vLLM is not done with."""
         return {key: stream for key, stream in self.streams.items() if not stream.ended.is_set()}
 
+    @property
+    def standing_still(self) -> bool:
+        """Whether no step runs and none can start."""
+        return self.mode is not None and not (self.mode is PauseMode.WAIT and self.alive())
+
     async def pause(self, mode: PauseMode, clear_cache: bool) -> PauseReport:
         """Carry out one pause; calls may overlap and escalate."""
         before = dict(self.streams)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -51,7 +52,7 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.DELTA,
         )
-    except ValueError as error:
+    except (ValueError, VLLMClientError) as error:
         raise errors.UsageError(f"vLLM refuses the sampling: {error}") from error
 
 

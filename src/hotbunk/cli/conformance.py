@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -40,6 +42,8 @@ def run(backend: str, *, level: str, settings: Sequence[str], seed: int, out: Pa
     if level not in list(Level):
         known = [one.value for one in Level]
         raise ConfigError(f"no level {level!r}{closest(level, known)}", remedy=f"there are {known}")
+    # transformers draws one while it saves a model of a few kilobytes.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     described = under_test(backend, **parse_settings(settings))
     _try_options(described)
     cases = all_cases(Level(level))
@@ -53,6 +57,8 @@ def run(backend: str, *, level: str, settings: Sequence[str], seed: int, out: Pa
     )
     console = Console()
     console.print(_table(backend, results))
+    for line in _details(results):
+        console.print(line)
     console.print(_summary(results), highlight=False)
     console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     if any(result.status in (Status.FAIL, Status.ERROR) for result in results):
@@ -88,19 +94,22 @@ def _try_options(described: BackendUnderTest) -> None:
 
 
 def _table(backend: str, results: Sequence[CaseResult]) -> Table:
-    table = Table(title=f"conformance of {backend}", title_justify="left")
-    for name in ("case", "status", "seconds", "detail"):
-        table.add_column(name, justify="right" if name == "seconds" else "left", overflow="fold")
+    table = Table(title=f"conformance of {backend}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("case", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
     for result in results:
-        table.add_row(
-            result.case,
-            Text(result.status.value, _STYLES[result.status]),
-            f"{result.seconds:.2f}",
-            Text(
-                result.detail or (result.capability if result.status == Status.UNSUPPORTED else "")
-            ),
-        )
+        status = Text(result.status.value, _STYLES[result.status])
+        table.add_row(result.case, status, f"{result.seconds:.2f}")
     return table
+
+
+def _details(results: Sequence[CaseResult]) -> Iterator[Text]:
+    """Why cases failed, or were not run."""
+    for result in results:
+        if result.detail:
+            style = _STYLES[result.status]
+            yield Text.assemble((result.status.value, style), f" {result.case}: {result.detail}")
 
 
 def _summary(results: Sequence[CaseResult]) -> Text:

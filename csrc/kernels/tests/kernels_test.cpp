@@ -13,8 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "../kernels/casts.h"
-#include "../kernels/mix.h"
+#include "../casts.h"
+#include "../mix.h"
 #include "hotbunk_kernels.h"
 
 namespace {
@@ -100,7 +100,7 @@ void test_copies(const hb_run *run) {
         const Bytes bits = random_bytes(in);
         if (in != 0) std::memcpy(src.p, bits.data(), in);
         const hb_copy c{src.p, dst.p, static_cast<int64_t>(count), pair[0], pair[1]};
-        CHECK(hb_copy_many(&c, 1, run) == HB_OK);
+        CHECK(hb_copy_many(&c, 1, run) == HB_K_OK);
         CHECK(count == 0 || expected_copy(src.p, count, pair[0], pair[1]) == Bytes(dst.p, dst.p + out));
       }
     }
@@ -120,7 +120,7 @@ void test_large_table(const hb_run *run) {
       sources.back().p[k] = static_cast<unsigned char>(random_bits());
     table.push_back({sources.back().p, targets.back().p, static_cast<int64_t>(count), from, to});
   }
-  CHECK(hb_copy_many(table.data(), static_cast<int64_t>(table.size()), run) == HB_OK);
+  CHECK(hb_copy_many(table.data(), static_cast<int64_t>(table.size()), run) == HB_K_OK);
   for (const hb_copy &c : table) {
     const auto *got = static_cast<unsigned char *>(c.dst);
     const size_t count = static_cast<size_t>(c.count);
@@ -135,32 +135,32 @@ void test_refusals(const hb_run *run) {
   const auto refused = [&](std::vector<hb_copy> table) {
     const int32_t code = hb_copy_many(table.data(), static_cast<int64_t>(table.size()), run);
     CHECK(b == before);
-    CHECK(code == HB_OK || hb_kernels_detail()[0] != '\0');
+    CHECK(code == HB_K_OK || hb_kernels_detail()[0] != '\0');
     return code;
   };
   unsigned char *p = b.data();
-  CHECK(refused({{p, p, 10, 0, 0}}) == HB_OVERLAP);
-  CHECK(refused({{p, p + 9, 10, 0, 0}}) == HB_OVERLAP);
-  CHECK(refused({{p, p + 50, 10, 0, 0}, {p + 20, p + 59, 10, 0, 0}}) == HB_OVERLAP);
-  CHECK(refused({{p, p + 50, 10, 0, 0}, {p + 55, p + 80, 10, 0, 0}}) == HB_OVERLAP);
-  CHECK(refused({{p, p + 80, 9, 0, 0}, {p + 10, p + 70, 10, 0, 0}, {p + 69, p + 90, 2, 0, 0}}) == HB_OVERLAP);
-  CHECK(refused({{p, p + 50, 10, 0, 1}}) == HB_BAD_DTYPE);
-  CHECK(refused({{p, p + 50, 10, 4, 1}}) == HB_BAD_DTYPE);
-  CHECK(refused({{p, p + 50, 10, -1, -1}}) == HB_BAD_DTYPE);
-  CHECK(refused({{p, p + 50, -1, 0, 0}}) == HB_BAD_ARGUMENT);
-  CHECK(refused({{p, p + 50, INT64_MAX, 1, 1}}) == HB_BAD_ARGUMENT);
-  CHECK(refused({{nullptr, p, 1, 0, 0}}) == HB_BAD_ARGUMENT);
-  CHECK(refused({{nullptr, nullptr, 0, 0, 0}}) == HB_OK);
-  CHECK(hb_copy_many(nullptr, 0, run) == HB_OK);
-  CHECK(hb_copy_many(nullptr, 1, run) == HB_BAD_ARGUMENT);
-  CHECK(hb_fingerprint(nullptr, 1, nullptr, run) == HB_BAD_ARGUMENT);
-  CHECK(hb_kernels_set_threads(0) == HB_BAD_ARGUMENT);
-  CHECK(hb_kernels_set_threads(65) == HB_BAD_ARGUMENT);
+  CHECK(refused({{p, p, 10, 0, 0}}) == HB_K_OVERLAP);
+  CHECK(refused({{p, p + 9, 10, 0, 0}}) == HB_K_OVERLAP);
+  CHECK(refused({{p, p + 50, 10, 0, 0}, {p + 20, p + 59, 10, 0, 0}}) == HB_K_OVERLAP);
+  CHECK(refused({{p, p + 50, 10, 0, 0}, {p + 55, p + 80, 10, 0, 0}}) == HB_K_OVERLAP);
+  CHECK(refused({{p, p + 80, 9, 0, 0}, {p + 10, p + 70, 10, 0, 0}, {p + 69, p + 90, 2, 0, 0}}) == HB_K_OVERLAP);
+  CHECK(refused({{p, p + 50, 10, 0, 1}}) == HB_K_BAD_DTYPE);
+  CHECK(refused({{p, p + 50, 10, 4, 1}}) == HB_K_BAD_DTYPE);
+  CHECK(refused({{p, p + 50, 10, -1, -1}}) == HB_K_BAD_DTYPE);
+  CHECK(refused({{p, p + 50, -1, 0, 0}}) == HB_K_BAD_ARGUMENT);
+  CHECK(refused({{p, p + 50, INT64_MAX, 1, 1}}) == HB_K_BAD_ARGUMENT);
+  CHECK(refused({{nullptr, p, 1, 0, 0}}) == HB_K_BAD_ARGUMENT);
+  CHECK(refused({{nullptr, nullptr, 0, 0, 0}}) == HB_K_OK);
+  CHECK(hb_copy_many(nullptr, 0, run) == HB_K_OK);
+  CHECK(hb_copy_many(nullptr, 1, run) == HB_K_BAD_ARGUMENT);
+  CHECK(hb_fingerprint(nullptr, 1, nullptr, run) == HB_K_BAD_ARGUMENT);
+  CHECK(hb_kernels_set_threads(0) == HB_K_BAD_ARGUMENT);
+  CHECK(hb_kernels_set_threads(65) == HB_K_BAD_ARGUMENT);
   hb_run bad = run != nullptr ? *run : hb_run{-1, 0, 0, 0, nullptr};
   bad.device = -2;
-  CHECK(hb_copy_many(nullptr, 0, &bad) == HB_BAD_ARGUMENT);
+  CHECK(hb_copy_many(nullptr, 0, &bad) == HB_K_BAD_ARGUMENT);
   bad = {-1, 99, 0, 0, nullptr};
-  CHECK(hb_fingerprint(nullptr, 0, nullptr, &bad) == HB_UNAVAILABLE);
+  CHECK(hb_fingerprint(nullptr, 0, nullptr, &bad) == HB_K_UNAVAILABLE);
   for (int32_t code = -9; code <= 1; ++code) CHECK(hb_kernels_error(code)[0] != '\0');
 }
 
@@ -184,12 +184,12 @@ void test_fingerprints(const hb_run *run) {
       pieces.push_back({buffers.back().p, static_cast<int64_t>(n), static_cast<int64_t>(start)});
       want.push_back(by_definition(buffers.back().p, n, start));
       uint64_t one = 1;
-      CHECK(hb_fingerprint(&pieces.back(), 1, &one, run) == HB_OK);
+      CHECK(hb_fingerprint(&pieces.back(), 1, &one, run) == HB_K_OK);
       CHECK(one == want.back());
     }
   }
   std::vector<uint64_t> got(pieces.size(), 5);
-  CHECK(hb_fingerprint(pieces.data(), static_cast<int64_t>(pieces.size()), got.data(), run) == HB_OK);
+  CHECK(hb_fingerprint(pieces.data(), static_cast<int64_t>(pieces.size()), got.data(), run) == HB_K_OK);
   CHECK(got == want);
 }
 
@@ -214,7 +214,7 @@ void test_kv(const hb_run *run, int64_t row, int64_t slot_stride, int64_t size) 
           if (std::memcmp(p, cache.data() + at(l, q, t), static_cast<size_t>(row)) != 0) return false;
     return true;
   };
-  CHECK(hb_kv_gather(&kv, &blocks, packed.p, run) == HB_OK);
+  CHECK(hb_kv_gather(&kv, &blocks, packed.p, run) == HB_K_OK);
   CHECK(same_rows(before) && memory == before);
 
   Bytes zeroed = before;
@@ -222,12 +222,12 @@ void test_kv(const hb_run *run, int64_t row, int64_t slot_stride, int64_t size) 
     for (int64_t q = 0; q < planes; ++q)
       for (int64_t t = 0; t < tokens; ++t)
         std::memset(zeroed.data() + at(l, q, t), 0, static_cast<size_t>(row));
-  CHECK(hb_kv_zero(&kv, &blocks, run) == HB_OK);
+  CHECK(hb_kv_zero(&kv, &blocks, run) == HB_K_OK);
   CHECK(memory == zeroed);
-  CHECK(hb_kv_scatter(&kv, &blocks, packed.p, run) == HB_OK);
+  CHECK(hb_kv_scatter(&kv, &blocks, packed.p, run) == HB_K_OK);
   CHECK(memory == before);
 
-  const int64_t wrong[][2] = {{40, HB_OUT_OF_RANGE}, {-1, HB_OUT_OF_RANGE}, {7, HB_OVERLAP}};
+  const int64_t wrong[][2] = {{40, HB_K_OUT_OF_RANGE}, {-1, HB_K_OUT_OF_RANGE}, {7, HB_K_OVERLAP}};
   for (const auto &[id, code] : wrong) {
     const int64_t two[] = {7, id};
     const hb_blocks bad{two, 2, size, 2 * size};
@@ -235,17 +235,17 @@ void test_kv(const hb_run *run, int64_t row, int64_t slot_stride, int64_t size) 
     CHECK(memory == before);
   }
   const hb_blocks few{ids, 1, size, size + 1};
-  CHECK(hb_kv_zero(&kv, &few, run) == HB_OUT_OF_RANGE);
-  CHECK(hb_kv_gather(&kv, &blocks, memory.data() + 5, run) == HB_OVERLAP);
+  CHECK(hb_kv_zero(&kv, &few, run) == HB_K_OUT_OF_RANGE);
+  CHECK(hb_kv_gather(&kv, &blocks, memory.data() + 5, run) == HB_K_OVERLAP);
   hb_kv odd = kv;
   odd.plane_stride = slot_stride;
-  CHECK(hb_kv_zero(&odd, &blocks, run) == HB_BAD_ARGUMENT);
+  CHECK(hb_kv_zero(&odd, &blocks, run) == HB_K_BAD_ARGUMENT);
   const hb_blocks none{nullptr, 0, size, 0};
-  CHECK(hb_kv_gather(&kv, &none, nullptr, run) == HB_OK);
+  CHECK(hb_kv_gather(&kv, &none, nullptr, run) == HB_K_OK);
 }
 
 void test_many_callers() {
-  CHECK(hb_kernels_set_threads(4) == HB_OK);
+  CHECK(hb_kernels_set_threads(4) == HB_K_OK);
   const Bytes data = random_bytes(3 << 20);
   const uint64_t want = by_definition(data.data(), data.size(), 0);
   std::vector<std::thread> callers;
@@ -258,9 +258,9 @@ void test_many_callers() {
       const hb_copy all{data.data(), copy.data(), piece.nbytes, 0, 0};
       for (int i = 0; i < 10; ++i) {
         uint64_t got = 0;
-        wrong[c] += hb_fingerprint(&piece, 1, &got, &run) != HB_OK || got != want;
+        wrong[c] += hb_fingerprint(&piece, 1, &got, &run) != HB_K_OK || got != want;
         std::memset(copy.data(), 0, copy.size());
-        wrong[c] += hb_copy_many(&all, 1, &run) != HB_OK || copy != data;
+        wrong[c] += hb_copy_many(&all, 1, &run) != HB_K_OK || copy != data;
       }
     });
   }
@@ -272,7 +272,7 @@ void test_many_callers() {
   if (child == 0) {
     const hb_piece piece{data.data(), static_cast<int64_t>(data.size()), 0};
     uint64_t got = 0;
-    _exit(hb_fingerprint(&piece, 1, &got, nullptr) == HB_OK && got == want && hb_kernels_threads() == 4 ? 0 : 1);
+    _exit(hb_fingerprint(&piece, 1, &got, nullptr) == HB_K_OK && got == want && hb_kernels_threads() == 4 ? 0 : 1);
   }
   int status = -1;
   CHECK(waitpid(child, &status, 0) == child && status == 0);
@@ -299,14 +299,14 @@ int main() {
     if (hb_kernels_has(variant)) test_all(&run);
   }
   test_many_callers();
-  const bool cuda = hb_kernels_cuda(0) == HB_OK;
+  const bool cuda = hb_kernels_cuda(0) == HB_K_OK;
   if (cuda) {
     const hb_run run{0, 0, 0, 0, nullptr};
     test_all(&run);
   } else {
     CHECK(hb_kernels_detail()[0] != '\0');
   }
-  CHECK(hb_kernels_cuda(63) == HB_UNAVAILABLE);
+  CHECK(hb_kernels_cuda(63) == HB_K_UNAVAILABLE);
   CHECK(cuda == (std::getenv("HOTBUNK_CUDA_LIBRARY") != nullptr));
   std::printf("variant %d, %s CUDA: %d failures\n", hb_kernels_variant(), cuda ? "with" : "without", failures);
   return failures == 0 ? 0 : 1;

@@ -2,8 +2,8 @@
 // kernels' own bodies, thread after thread. It counts, checks what a driver would check, and fails
 // when it is told to. For tests only.
 //
-// FAKE_CUDA_FAIL=name:n   the n-th call (from 1) of that function fails
-// FAKE_CUDA_LOG=file      a line for each call
+// FAKE_KERNEL_CUDA_FAIL=name:n   the n-th call (from 1) of that function fails
+// FAKE_KERNEL_CUDA_LOG=file      a line for each call
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -28,13 +28,13 @@ thread_local int depth = 0;  // contexts on this thread's stack
 bool failing(const char *name, const std::string &arguments = "") {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   const int n = ++calls[name];
-  if (const char *path = std::getenv("FAKE_CUDA_LOG")) {
+  if (const char *path = std::getenv("FAKE_KERNEL_CUDA_LOG")) {
     if (std::FILE *log = std::fopen(path, "a")) {
       std::fprintf(log, "%s %s\n", name, arguments.c_str());
       std::fclose(log);
     }
   }
-  const char *wanted = std::getenv("FAKE_CUDA_FAIL");
+  const char *wanted = std::getenv("FAKE_KERNEL_CUDA_FAIL");
   return wanted != nullptr && std::string(name) + ":" + std::to_string(n) == wanted;
 }
 
@@ -188,10 +188,10 @@ int cuGetErrorName(int code, const char **name) {
 }
 
 // For tests: how often a function was called; contexts left on this thread's stack.
-int fake_cuda_calls(const char *name) {
+int fake_kernel_cuda_calls(const char *name) {
   const std::lock_guard<std::recursive_mutex> lock(mutex);
   return calls[name];
 }
-int fake_cuda_depth() { return depth; }
+int fake_kernel_cuda_depth() { return depth; }
 
 }  // extern "C"

@@ -1,0 +1,143 @@
+"""Weights on the move: the offer, the buckets, and the receiver's side of one sync."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+from hotbunk.rollout.vocabulary import FULL, TARGET, Scope, Version
+
+# Bytes of one element, by the name that travels (torch's, without its prefix).
+ITEMSIZE: Mapping[str, int] = {
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("bool", "int8", "uint8"), 1),
+    **dict.fromkeys(
+        ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"), 1
+    ),
+    "complex128": 16,
+}
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """One tensor of an update. ``aliases`` are further names bound to the same content (ties).
+
+    ``dtype`` is a name of :data:`ITEMSIZE`; ``nbytes`` is that size times the elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    group: str = TARGET
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name this content is bound to."""
+        return (self.name, *self.aliases)
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The offer: everything a receiver needs in order to say yes or no before a byte moves."""
+
+    version: Version
+    tensors: tuple[TensorSpec, ...]
+    scope: Scope = FULL
+    bucket_bytes: int = 64 << 20
+    fingerprint: str = "none"  # kind of the fingerprints sent after the last bucket, or none
+    metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)  # ``lora_alpha``, say
+
+    @property
+    def total_bytes(self) -> int:
+        """Payload bytes, padding not counted."""
+        return sum(t.nbytes for t in self.tensors)
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a receiver keeps one tensor: element type there, and arena offset in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = -1  # in the receiver's arena; -1 is not published
+
+
+class ReceiverLayout(msgspec.Struct, frozen=True):
+    """Which names a receiver rank wants, and as what: casts happen at the source."""
+
+    tensors: Mapping[str, Placement]
+
+
+class BucketEntry(msgspec.Struct, frozen=True):
+    """A piece of a tensor in a bucket: bytes ``[start, start + nbytes)`` of its contiguous form."""
+
+    index: int  # into Manifest.tensors
+    start: int
+    nbytes: int
+    offset: int  # in the bucket
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """One contiguous buffer and a table. Lent: valid until the next bucket is asked for."""
+
+    data: Any  # anything with the buffer protocol, or a device tensor of bytes
+    entries: tuple[BucketEntry, ...]
+
+
+class Transfer(ABC):
+    """One receiver rank's side of one sync: accept, take buckets, compare, vote.
+
+    Runs in the process that owns the weights. The order is ``manifest`` -> :meth:`accept` ->
+    :meth:`buckets` to its end -> :meth:`fingerprints` -> :meth:`commit`, with :meth:`abort` at any
+    point instead. Accept and commit return once *all* ranks of the replica have decided so.
+    """
+
+    manifest: Manifest
+
+    @abstractmethod
+    async def accept(self, layout: ReceiverLayout | None) -> None:
+        """Agree to receive. ``layout`` gives the element types wanted; None: as in the manifest.
+
+        :raises UpdateRefused: another rank refused; nothing was written anywhere.
+        """
+
+    @abstractmethod
+    def buckets(self) -> AsyncIterator[Bucket]:
+        """The buckets, in order. Taking the next one acknowledges the last.
+
+        :raises TransferFailed: the sender is gone or sent nonsense.
+        """
+
+    @abstractmethod
+    async def fingerprints(self) -> Mapping[str, int]:
+        """Per tensor name, the fingerprint of what was sent; empty if the manifest says none."""
+
+    @abstractmethod
+    async def commit(self) -> None:
+        """Vote to commit; returns when every rank has.
+
+        :raises UpdateFailed: another rank failed: this replica is poisoned.
+        """
+
+    @abstractmethod
+    async def decline(self) -> None:
+        """Need nothing: the offered version is already here. Instead of :meth:`accept`."""
+
+    @abstractmethod
+    async def abort(self, error: BaseException) -> None:
+        """Tell the sender that this rank gave up, and why. Idempotent; never raises."""
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """What travels to a replica so that it can open a :class:`Transfer` where the weights live.
+
+    ``transport`` is an entry-point name; ``address`` means something to that transport alone.
+    """
+
+    transport: str
+    address: str
+    rank: int = 0

@@ -1,0 +1,81 @@
+"""``hotbunk conformance``: exit codes, the table, the matrix."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hotbunk.cli.conformance import parse_settings
+from hotbunk.conformance.backends import DESCRIBED, under_test
+from hotbunk.conformance.case import all_cases
+from hotbunk.rollout.errors import BackendNotFound, ConfigError
+
+
+def hotbunk(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hotbunk", "conformance", *arguments],
+        check=False,
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
+
+
+def test_the_oracle_passes_and_the_matrix_says_so(tmp_path: Path) -> None:
+    done = hotbunk("--backend", "oracle", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert "goldens_of_two_versions" in done.stdout
+    matrix = json.loads((tmp_path / "out" / "matrix.json").read_text())
+    assert matrix["backend"] == "oracle"
+    assert [c["case"] for c in matrix["cases"]] == [one.name for one in all_cases()]
+    assert {c["status"] for c in matrix["cases"]} == {"pass", "unsupported-verified", "not-run"}
+
+
+def test_a_failure_is_exit_code_1_and_is_in_the_matrix(tmp_path: Path) -> None:
+    # An oracle that makes no token within a moment is one that does not keep its promises.
+    done = hotbunk("--backend", "oracle", "--set", "step_time=100.0", "--out", str(tmp_path))
+    assert done.returncode == 1, done.stdout
+    matrix = json.loads((tmp_path / "matrix.json").read_text())
+    failed = [c for c in matrix["cases"] if c["status"] == "fail"]
+    assert failed
+    assert all(c["detail"] for c in failed)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--backend", "orcale"], "did you mean 'oracle'"),
+        (["--backend", "oracle", "--set", "stp_time=1"], "step_time"),
+        (["--backend", "oracle", "--set", "step_time"], "key=value"),
+        (["--backend", "oracle", "--level", "cor"], "did you mean 'core'"),
+    ],
+    ids=lambda it: it[-1] if isinstance(it, list) else "",
+)
+def test_what_cannot_be_meant_is_exit_code_2(
+    arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    done = hotbunk(*arguments, "--out", str(tmp_path / "out"))
+    assert done.returncode == 2, done.stdout
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_are_yaml() -> None:
+    assert parse_settings(["a=1", "b=x", "c={d: [1, true]}"]) == {
+        "a": 1,
+        "b": "x",
+        "c": {"d": [1, True]},
+    }
+    for bad in (["a"], ["=1"], ["a b=1"], ["a=1", "a=2"], ["a=[1"]):
+        with pytest.raises(ConfigError):
+            parse_settings(bad)
+
+
+def test_names_are_known() -> None:
+    assert set(DESCRIBED) == {"oracle", "reference", "vllm"}
+    with pytest.raises(BackendNotFound, match="reference"):
+        under_test("referense")
