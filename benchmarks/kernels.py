@@ -16,11 +16,17 @@ LIMIT_BYTES = 128 * MIB
 Limit = tuple[int, Callable[[], object]]
 
 # A model of 135M parameters: 30 layers, 576 wide, 272 tensors.
-_LAYER = (
-    [(576, 576), (192, 576), (192, 576), (576, 576)]
-    + [(1536, 576), (1536, 576), (576, 1536)]
-    + [(576,), (576,)]
-)
+_LAYER = [
+    (576, 576),
+    (192, 576),
+    (192, 576),
+    (576, 576),
+    (1536, 576),
+    (1536, 576),
+    (576, 1536),
+    (576,),
+    (576,),
+]
 SHAPES_135M = [(49152, 576), *(_LAYER * 30), (576,)]
 
 
@@ -65,7 +71,7 @@ def _small(limit: Limit) -> list[Row]:
     count, size = 18_000, 1024
     sources = [torch.randn(size) for _ in range(count)]
     buffer = torch.empty(count * size)
-    targets = list(buffer.split(size))
+    targets = list(buffer.view(count, size).unbind())
     pairs = list(zip(targets, sources, strict=True))
     plan = kernels.CopyPlan(pairs)
     nbytes = buffer.nbytes
@@ -84,7 +90,9 @@ def _small(limit: Limit) -> list[Row]:
         rate_row(name, nbytes, plan.run, _loop(pairs), "`copy_`, one by one", limit),
         rate_row(f"{name}_foreach", nbytes, plan.run, foreach, "`torch._foreach_copy_`", limit),
         rate_row(f"{name}_cat", nbytes, plan.run, cat, "`torch.cat(out=)`", limit),
-        rate_row(f"{name}_unplanned", nbytes, unplanned, _loop(pairs), "`copy_`; ours plans anew", limit),
+        rate_row(
+            f"{name}_unplanned", nbytes, unplanned, _loop(pairs), "`copy_`; ours plans anew", limit
+        ),
     ]
 
 
@@ -94,8 +102,10 @@ def _model(limit: Limit) -> list[Row]:
     for suffix, source_type in (("", torch.bfloat16), ("_cast", torch.float32)):
         sources = [torch.randn(shape).to(source_type) for shape in SHAPES_135M]
         buffer = torch.empty(sum(s.numel() for s in sources), dtype=torch.bfloat16)
-        targets = buffer.split([s.numel() for s in sources])
-        pairs = [(t, s.view(-1)) for t, s in zip(targets, sources, strict=True)]
+        pairs, at = [], 0
+        for one in sources:
+            pairs.append((buffer[at : at + one.numel()], one.view(-1)))
+            at += one.numel()
         plan = kernels.CopyPlan(pairs)
         what = "`copy_`, one by one" + (", f32 to bf16" if suffix else "")
         name = f"copy_many_135m{suffix}"

@@ -41,7 +41,7 @@ def _native_for(device: torch.device) -> tuple[Kernels, Run | None] | None:
         return None
     if device.type == "cpu":
         return kernels, None
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = device.index
     if not _cuda_works(kernels, index):
         return None
     return kernels, Run(index, stream=torch.cuda.current_stream(index).cuda_stream)
@@ -112,6 +112,7 @@ class CopyPlan:
             size = source.nbytes
             if target.dtype is source.dtype and target.nbytes == size:
                 # bytes on both sides; one line, since buckets of small tensors are many of these
+                entry: tuple[int, int, int, int] | None
                 entry = (source.data_ptr(), target.data_ptr(), size, 0)
             else:
                 entry = _cast_entry(target, source)
@@ -229,7 +230,8 @@ def kv_scatter(kv: torch.Tensor, blocks: Sequence[int], size: int, packed: torch
         kernels.kv_scatter(cache, blocks, size, tokens, packed.data_ptr(), run)
         return
     slots = fallbacks.slots_of(kv, blocks, size, tokens)
-    if slots.unique().numel() != slots.numel():
+    used = blocks[: -(-tokens // size)]
+    if len(set(used)) != len(used):
         raise KernelFailed("a block comes twice", Code.OVERLAP)
     kv.index_copy_(2, slots, packed)
 

@@ -66,6 +66,11 @@ for wanted in py.typed rollout/__init__.py checkpoint_engine/__init__.py trainer
     _native/libhotbunk_native.so; do
     grep -qx "hotbunk/$wanted" "$work/names" || { echo "not in the wheel: hotbunk/$wanted" >&2; exit 1; }
 done
+# The CUDA kernels ship where they could be compiled.
+if command -v nvcc >/dev/null; then
+    grep -qx hotbunk/_native/hotbunk_kernels.fatbin "$work/names" ||
+        { echo 'not in the wheel: the CUDA kernels, although there is an nvcc' >&2; exit 1; }
+fi
 # Every tracked Python, YAML and JSON file of the package's folders must be there.
 for folder in rollout checkpoint_engine trainer_hooks configs benchmarks tests/conformance src/hotbunk/cli; do
     find "$folder" -name __pycache__ -prune -o -type f \( -name '*.py' -o -name '*.yaml' -o -name '*.json' \) -print

@@ -39,7 +39,9 @@ def check(name: str, call: Callable[[], str]) -> None:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(kernels.as_bytes(a.cpu().contiguous()), kernels.as_bytes(b.cpu().contiguous()))
+    return torch.equal(
+        kernels.as_bytes(a.cpu().contiguous()), kernels.as_bytes(b.cpu().contiguous())
+    )
 
 
 def bits(count: int, dtype: torch.dtype) -> torch.Tensor:

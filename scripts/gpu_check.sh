@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything of hotbunk that needs an NVIDIA GPU, in one run of at most 8 minutes. It uses what this
-# machine has: Python with torch, a C++ compiler, cmake or make, nvcc. Nothing is downloaded or installed, and
-# the checkout is left as it was. Without a GPU it says so and exits 0.
+# machine has: Python with torch, a C++ compiler, cmake or make, and nvcc.
+# Nothing is downloaded or installed, and the checkout is left as it was. Without a GPU it says so and exits 0.
 #   PYTHON=python3  the interpreter that has torch
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +13,6 @@ fi
 nvidia-smi -L
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-exec 3>&1
 if ! "$python" -c 'import torch; assert torch.cuda.is_available()'; then
     echo "$python has no torch that sees the GPU; set PYTHON" >&2
     exit 1

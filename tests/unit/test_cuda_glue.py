@@ -147,7 +147,7 @@ def test_a_driver_call_that_fails_is_told_and_the_next_call_works(
 def test_a_driver_that_does_not_start_is_unavailable(fake: Path, call: str) -> None:
     [failed, then, _] = run(fake, TRY, FAKE_KERNEL_CUDA_FAIL=call)
     assert failed[0] == then[0] == Code.UNAVAILABLE
-    assert call.split(":")[0] in failed[1]
+    assert call.split(":", maxsplit=1)[0] in failed[1]
 
 
 def test_what_is_missing_is_named(fake: Path, tmp_path: Path) -> None:

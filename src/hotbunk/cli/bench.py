@@ -24,7 +24,9 @@ def run(name: str, *, json: Path | None, md: Path | None) -> None:
     """
     if name not in BENCHMARKS:
         known = sorted(BENCHMARKS)
-        raise ConfigError(f"no benchmark {name!r}{closest(name, known)}", remedy=f"there are {known}")
+        raise ConfigError(
+            f"no benchmark {name!r}{closest(name, known)}", remedy=f"there are {known}"
+        )
     console = Console(stderr=True)
     try:
         module = importlib.import_module(BENCHMARKS[name])

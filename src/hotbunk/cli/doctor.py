@@ -137,10 +137,14 @@ def _plugins(kind: str, group: str) -> list[Finding]:
         if absent:
             error = registry.missing(point.name, ModuleNotFoundError(name=absent[0]))
             remedy = getattr(error, "remedy", "") or f"pip install {absent[0]}"
-            found.append(Finding(kind, point.name, False, f"{', '.join(absent)} not installed", remedy))
+            found.append(
+                Finding(kind, point.name, False, f"{', '.join(absent)} not installed", remedy)
+            )
         elif not _installed(point.module):
             why = f"its entry point names {point.module}, which is not there"
-            found.append(Finding(kind, point.name, False, why, "reinstall the package it came with"))
+            found.append(
+                Finding(kind, point.name, False, why, "reinstall the package it came with")
+            )
         else:
             found.append(Finding(kind, point.name, True, point.value))
     return found
