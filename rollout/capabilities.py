@@ -66,4 +66,7 @@ class Capabilities:
     caches: frozenset[Cache] = frozenset({Cache.PREFIX})
     groups: Mapping[str, bool] = field(default_factory=lambda: {TARGET: True})
     memory_measured_by: str = "process"
+    samples: Ability = NATIVE  # several responses of one request (``Sampling.n``)
+    stop_strings: Ability = NATIVE
+    top_logprobs: Ability = NATIVE  # the most likely alternatives of each token
     positional_draws: bool = False  # a draw depends on seed and position in the sequence alone

@@ -223,6 +223,11 @@ class Gate:
             return None
         return [key for key, entry in self.entries.items() if entry.request.adapter in adapters]
 
+    def pinned_to_others(self, version: Version) -> list[str]:
+        """Ids of the requests that only another version may serve."""
+        pins = {key: entry.request.version for key, entry in self.entries.items()}
+        return [key for key, pin in pins.items() if pin not in (None, version)]
+
     def let_go(
         self,
         reason: str,

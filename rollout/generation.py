@@ -45,7 +45,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     prompt: tuple[int, ...]
     sampling: Sampling = Sampling()
     adapter: str | None = None
-    version: Version | None = None  # pinned: refuse to start under any other
+    version: Version | None = None  # pinned: never made by another
     media: Mapping[str, Any] = msgspec.field(default_factory=dict)
     metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)
     continued: int = 0

@@ -46,6 +46,7 @@ class EnginePauses:
         self._quiet = False  # its last pause came to an end: no step runs
         self._pausing = 0  # engine pauses under way
         self._opening: asyncio.Event | None = None  # set when the engine's resume has ended
+        self._stopped = asyncio.Event()  # a pause that lets nothing finish is complete
         self._backend = backend
         self._gate = gate
         self._deadlines = deadlines
@@ -108,20 +109,39 @@ class EnginePauses:
         finally:
             self._pausing -= 1
         self._quiet = not self.open  # unless it was opened again meanwhile
+        if mode is not PauseMode.WAIT:
+            self._stopped.set()
         if mode is PauseMode.KEEP:
             self._gate.freeze()
         self._note(TimelineEvent(f"pause({mode.value})", began, time.perf_counter() - began))
         return report
 
     async def _drain_at_gate(self, clear_cache: bool) -> PauseReport:
-        """WAIT for an engine that cannot drain by itself: admission is shut, so what runs ends."""
+        """WAIT for an engine that cannot drain by itself: admission is shut, so what runs ends.
+
+        A pause that comes meanwhile and stops the engine ends the drain as well.
+        """
         before = self._gate.ids(Stage.RUNNING)
+        self._stopped.clear()
         await self._backend.resume_generation()  # frozen requests finish, too
-        await self._gate.drained()
-        able = self._backend.capabilities.pause[PauseMode.ABORT]
-        still = PauseMode.ABORT if able else PauseMode.KEEP
-        await self._backend.pause_generation(still, clear_cache=clear_cache)
-        return PauseReport(PauseMode.WAIT, finished=before, cleared_cache=clear_cache)
+        ends = [
+            asyncio.ensure_future(self._gate.drained()),
+            asyncio.ensure_future(self._stopped.wait()),
+        ]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+        left = self._gate.ids(Stage.RUNNING)
+        if not left:
+            able = self._backend.capabilities.pause[PauseMode.ABORT]
+            still = PauseMode.ABORT if able else PauseMode.KEEP
+            await self._backend.pause_generation(still, clear_cache=clear_cache)
+        finished = tuple(name for name in before if name not in left)
+        return PauseReport(
+            PauseMode.WAIT, finished=finished, frozen=left, cleared_cache=clear_cache
+        )
 
     async def reopen(self) -> None:
         """Let the engine run if nobody holds it and there is something to run."""

@@ -444,6 +444,8 @@ class Replica:
             async with entry.waiting():
                 return await anext(stream)
         except errors.HotbunkError:
+            if entry.gone:  # who was slow to read is told what the others were told
+                return None
             raise
         except StopAsyncIteration:
             raise errors.EngineFailed(
@@ -563,7 +565,11 @@ class Replica:
         self, transfer: Transfer, groups: frozenset[str], deadline: float | None
     ) -> UpdateReport:
         try:
-            return await self._updates.run(transfer, groups, deadline)
+            report = await self._updates.run(transfer, groups, deadline)
+            if TARGET in groups:
+                others = self._gate.pinned_to_others(report.version)
+                self._gate.let_go("pinned to a version that left", Stage.RUNNING, ids=others)
+            return report
         except BaseException:
             broken = self._residency.poisoned() & groups
             if broken:

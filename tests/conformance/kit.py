@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -62,6 +62,21 @@ def save_model(
     """The version as a model directory (config.json and safetensors)."""
     make_model(family, version, tied=tied, **sizes).save_pretrained(directory)
     return directory
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """What the tokenizer of :func:`save_tokenizer` makes of tokens: two hexadecimal digits each."""
+    return bytes(tokens).hex()
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Write a tokenizer beside a model; the text of any tokens is :func:`text_of`."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = {f"{token:02x}": token for token in range(SIZES["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="00"))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
 
 
 def make_adapter(model: Any, name: str, version: int, rank: int = 4) -> dict[str, torch.Tensor]:

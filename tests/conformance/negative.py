@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from hotbunk.conformance.rig import NotApplicable, Rig, expect
-from hotbunk.rollout.contract import PauseMode, Retention, Scope, Tag, Version
+from hotbunk.rollout.contract import PauseMode, Retention, Sampling, Scope, Tag, Version
 from hotbunk.rollout.errors import Unsupported
 
 Attempt = Callable[[Rig], Awaitable[object]]
@@ -52,6 +53,14 @@ async def _keep_release(rig: Rig) -> object:
         rig.check_tokens(await running.result(), rig.ut.prompts[0], 1)
 
 
+def _sampling(**wants: Any) -> Attempt:
+    async def attempt(rig: Rig) -> object:
+        asked = rig.request(rig.ut.prompts[0], sampling=Sampling(0.0, max_tokens=4, **wants))
+        return await rig.read(asked).result()
+
+    return attempt
+
+
 ATTEMPTS: dict[str, Attempt] = {
     "release": lambda rig: rig.replica.release(),
     "release_kv_cache": lambda rig: rig.replica.release_kv_cache(),
@@ -67,6 +76,10 @@ ATTEMPTS: dict[str, Attempt] = {
     "abort": _abort,
     "digest": lambda rig: rig.replica.digest(),
     "keep_release": _keep_release,
+    "keep_kv": lambda rig: rig.replica.release([Tag.KV_CACHE], keep_kv=True),
+    "samples": _sampling(n=2),
+    "stop_strings": _sampling(stop=("x",)),
+    "top_logprobs": _sampling(logprobs=2),
 }
 
 

@@ -167,8 +167,8 @@ class Rig:
     ) -> GenerateRequest:
         """A greedy request with a new id."""
         self._count += 1
-        sampling = Sampling(temperature=0, max_tokens=tokens or self.ut.tokens)
-        return GenerateRequest(f"r{self._count}", tuple(prompt), sampling, **more)
+        more.setdefault("sampling", Sampling(temperature=0, max_tokens=tokens or self.ut.tokens))
+        return GenerateRequest(f"r{self._count}", tuple(prompt), **more)
 
     def submit(self, prompt: Sequence[int], tokens: int | None = None, **more: Any) -> Running:
         """Start reading a request in the background."""

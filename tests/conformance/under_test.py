@@ -104,6 +104,10 @@ class BackendUnderTest(ABC):
         """
         return None
 
+    def text(self, tokens: Sequence[int]) -> str | None:
+        """What these tokens say, for stop strings; None: there is no tokenizer."""
+        return None
+
     def adapter(self, name: str, version: int) -> Tensors:
         """Tensors of an adapter; asked for only where ``capabilities.adapter`` says yes."""
         raise NotImplementedError

@@ -14,7 +14,7 @@ from hotbunk.conformance.runner import run_case
 PASSED = (Status.PASS, Status.NOT_RUN, Status.UNSUPPORTED)
 WHOLE = ("llama", "qwen2-tied")
 # Differs in the model alone, so only what depends on the model is run again.
-MODEL_ONLY = ("qwen3",)
+MODEL_ONLY = ("qwen3", "qwen3_moe")
 PAIRS = [
     pytest.param(model, one, id=f"{model}-{one.name}")
     for model in (*WHOLE, *MODEL_ONLY)

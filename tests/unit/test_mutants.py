@@ -161,6 +161,11 @@ def unsupported_falls_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Replica, "release", fall_back)
 
 
+@mutant
+def pins_do_not_outlast_a_pause(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Gate, "pinned_to_others", lambda self, version: [])
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "unsupported_falls_back": {"unsupported": ["retention.resident"]}
 }

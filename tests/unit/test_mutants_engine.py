@@ -72,6 +72,35 @@ def frozen_requests_keep_released_kv(patch: pytest.MonkeyPatch) -> None:
 
 
 @mutant
+def saved_kv_is_not_counted(patch: pytest.MonkeyPatch) -> None:
+    """It is kept, and the report says it is lost."""
+    import msgspec
+
+    original = Arenas.release
+
+    async def silent(self: Arenas, *args: Any) -> Any:
+        report = await original(self, *args)
+        return msgspec.structs.replace(report, kept_requests=0)
+
+    patch.setattr(Arenas, "release", silent)
+
+
+@mutant
+def keep_kv_keeps_nothing(patch: pytest.MonkeyPatch) -> None:
+    original = Arenas.release
+
+    async def drop(self: Arenas, tags: Any, retention: Any, overrides: Any, keep_kv: bool) -> Any:
+        return await original(self, tags, retention, overrides, False)
+
+    patch.setattr(Arenas, "release", drop)
+
+
+@mutant
+def seeds_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("hotbunk.rollout.backends.oracle.scheduler._seed", lambda request: 0)
+
+
+@mutant
 def keep_aborts(patch: pytest.MonkeyPatch) -> None:
     original = Scheduler.pause
 

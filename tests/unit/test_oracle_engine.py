@@ -174,3 +174,22 @@ async def test_thousands_of_verbs_a_second() -> None:
             await replica.sleep(1)
             await replica.wake_up()
         assert time.perf_counter() - began < 5
+
+
+async def test_an_image_seen_before_a_sleep_is_encoded_anew_after_it() -> None:
+    """The cache of an encoder is gone with its weights, on both sides: no empty answer (C7, C6)."""
+    async with running() as (replica, engine):
+        await load(replica, 1)
+        encoders = []
+        for cycle in range(3):
+            name = f"image{cycle}"
+            done = await collect(replica.generate(request(name, media={"image": "same"})))
+            assert len(done.token_ids) == 8, "an image that was seen before gave an empty answer"
+            [encoder] = {decode_token(t).encoder for t in done.token_ids}
+            encoders.append(encoder)
+            await replica.sleep(1 if cycle else 2)
+            assert not engine.encoder_cache
+            await replica.wake_up()
+            await load(replica, 2)
+        assert encoders[0] != encoders[1] == encoders[2]
+        assert 0 not in encoders

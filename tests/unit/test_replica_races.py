@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from hotbunk.rollout.contract import (
     PauseMode,
     Retention,
     Version,
+    emulated,
 )
 from hotbunk.rollout.errors import (
     DeadlineExceeded,
@@ -172,3 +174,23 @@ async def test_verbs_take_turns() -> None:
         await replica.wake_up()
         await load(replica, 1)
         assert (await ask(replica, "x").task).token_ids
+
+
+@pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.ABORT])
+async def test_a_drain_at_the_gate_ends_when_a_later_pause_stops_the_engine(
+    mode: PauseMode,
+) -> None:
+    """An engine without a wait of its own: keep after wait freezes the rest, and both return."""
+    async with running() as (replica, engine):
+        pause = {**engine.capabilities.pause, PauseMode.WAIT: emulated("drained at the gate")}
+        engine.capabilities = replace(engine.capabilities, pause=pause)
+        long = ask(replica, "long", tokens=500)
+        await long.started()
+        waiting = asyncio.create_task(replica.pause_generation(PauseMode.WAIT, owner="other"))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await replica.pause_generation(mode)
+        report = await asyncio.wait_for(waiting, 1)
+        assert report.frozen == (("long",) if mode is PauseMode.KEEP else ())
+        assert not long.done or mode is PauseMode.ABORT
+        long.task.cancel()

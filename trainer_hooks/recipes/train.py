@@ -188,8 +188,9 @@ class _Job:
 
         meter.watch("update")
         report = await self.sync(number + 1)
+        update_peaks = meter.peaks("update")  # until the trainer let go; KV came back after that
         await meter.sample()
-        peaks, update_peaks = meter.peaks("step"), meter.peaks("update")
+        peaks = meter.peaks("step")
         timings = recorder.take_timings()
         tokens = int(batch.mask.sum())
         served = {span.version for c in completions for span in c.spans}

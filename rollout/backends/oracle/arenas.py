@@ -99,6 +99,8 @@ class Arenas:
                 frozen = self._scheduler.frozen()
                 kept = sum(bool(entry.kv) for entry in frozen) if keep_kv else 0
                 recomputed = self._scheduler.forget_kv(() if keep_kv else frozen)
+                if not keep_kv:  # also what an earlier release kept
+                    self.device.keep_backup(tag, name, 0)
             elif how is not Retention.RESIDENT and self.device.mapped(tag, name):
                 promised += self.device.unmap(tag, name)
                 self._groups[name].unmap(keep_content=how is Retention.BACKUP)

@@ -208,8 +208,9 @@ class OracleEngine(Engine):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         await self.faults.reach("generate")
         sampling = request.sampling
-        if sampling.n != 1 or sampling.stop or sampling.logprobs:
-            raise Unsupported("n, stop strings and logprobs", self.capabilities.backend)
+        self._require("samples", sampling.n == 1)
+        self._require("stop strings", not sampling.stop)
+        self._require("top log-probs", not sampling.logprobs)
         needed = self.scheduler.blocks_needed(request)
         if needed > self.options.kv_blocks:
             raise UsageError(
@@ -314,7 +315,7 @@ class OracleEngine(Engine):
 
     def _require(self, verb: str, able: bool) -> None:
         if not able:
-            raise Unsupported(verb, self.capabilities.backend, "see the option 'unsupported'")
+            raise Unsupported(verb, self.capabilities.backend, "see its capabilities")
 
     def _require_quiet(self, verb: str) -> None:
         """What a real engine would answer with a crash, sooner or later."""

@@ -107,5 +107,9 @@ def capabilities(options: Options) -> Capabilities:
         partial=ability("partial"),
         adapter=ability("adapter"),
         caches=frozenset({Cache.PREFIX, Cache.ENCODER}),
+        samples=unsupported("one response a request"),
+        stop_strings=unsupported("its tokens are no text"),
+        top_logprobs=unsupported("its tokens have no alternatives"),
+        positional_draws=True,  # a token follows from the seed and everything before it
         groups={group: group in options.fed for group in GROUPS},
     )

@@ -19,6 +19,8 @@ from hotbunk.trainer_hooks.recipes.config import RunConfig
 
 _BARS = "▁▂▃▄▅▆▇█"
 _ROWS = 8
+# On a narrow terminal these columns are left out, in this order.
+_LEAST_WANTED = ("froz", "pre", "hit", "vers", "held", "run", "KV", "weights", "tok/s", "sync")
 _COLUMNS = (
     ("step", "step"),
     ("reward", "reward/mean"),
@@ -34,9 +36,9 @@ _COLUMNS = (
     ("train", "timing_s/train"),
     ("sync", "timing_s/update_weights"),
     ("weights", "memory/weights_bytes"),
-    ("asleep", "memory/weights_bytes_asleep"),
+    ("W asleep", "memory/weights_bytes_asleep"),
     ("KV", "memory/kv_cache_bytes"),
-    ("asleep", "memory/kv_cache_bytes_asleep"),
+    ("KV asleep", "memory/kv_cache_bytes_asleep"),
     ("peak", "memory/peak_bytes"),
 )
 
@@ -105,10 +107,11 @@ class LiveTable:
 
     def _view(self) -> Group:
         table = Table(title=f"{self._config.preset}: {self._config.task.name}", expand=False)
-        for title, _ in _COLUMNS:
+        columns = _fitting(self._console.width)
+        for title, _ in columns:
             table.add_column(title, justify="right", no_wrap=True)
         for row in self._rows:
-            table.add_row(*(_cell(key, row[key]) for _, key in _COLUMNS))
+            table.add_row(*(_cell(key, row[key]) for _, key in columns))
         done = self._first + len(self._rewards)
         lines = [Text(f"step {done} of {self._config.steps}   {_spark(self._rewards)}")]
         if self._rows:
@@ -116,6 +119,16 @@ class LiveTable:
         if self._note:
             lines.append(Text(self._note, style="yellow"))
         return Group(table, *lines)
+
+
+def _fitting(width: int) -> list[tuple[str, str]]:
+    """The columns that a terminal of ``width`` characters has room for."""
+    columns = list(_COLUMNS)
+    for title in _LEAST_WANTED:
+        if sum(max(len(name), 5) + 3 for name, _ in columns) + 1 <= width:
+            break
+        columns = [column for column in columns if column[0] != title]
+    return columns
 
 
 def _number(value: object) -> float:

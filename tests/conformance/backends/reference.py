@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from hotbunk.checkpoint_engine.source import specs_of
-from hotbunk.conformance.kit import greedy, make_adapter, make_model, merged, save_model
+from hotbunk.conformance.kit import (
+    greedy,
+    make_adapter,
+    make_model,
+    merged,
+    save_model,
+    save_tokenizer,
+    text_of,
+)
 from hotbunk.conformance.under_test import BackendUnderTest, Tensors
 from hotbunk.rollout.backends.reference.engine import ReferenceEngine
 from hotbunk.rollout.contract import ADAPTER_PREFIX, TARGET, Engine, Tag
@@ -37,6 +45,7 @@ class ReferenceUnderTest(BackendUnderTest):
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-conformance-")
         self._disk = save_model(family, 0, Path(self._folder.name) / "model", tied=tied)
+        save_tokenizer(self._disk)
         self.engine: ReferenceEngine
         # Goldens and weights are asked for again and again; they never change.
         self._model = cache(lambda version: make_model(family, version, tied=tied))
@@ -73,6 +82,9 @@ class ReferenceUnderTest(BackendUnderTest):
 
     def golden(self, prompt: Sequence[int], version: int, n: int) -> list[int]:
         return list(self._golden(tuple(prompt), version, n))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return text_of(tokens)
 
     def read_weight(self, name: str) -> bytes:
         runner = self.engine._runner

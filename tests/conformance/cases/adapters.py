@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from hotbunk.conformance.case import case
 from hotbunk.conformance.rig import Rig, check_aborted, check_spans, expect
-from hotbunk.conformance.transfers import FailedElsewhere, MemoryTransfer
+from hotbunk.conformance.transfers import FailedElsewhere, MemoryTransfer, RefusedElsewhere
 from hotbunk.rollout.contract import ADAPTER_PREFIX, Completion, PauseMode, Scope, Version
 from hotbunk.rollout.errors import (
     BaseMismatch,
     IncompleteUpdate,
     UpdateFailed,
+    UpdateRefused,
     WeightsNotLoaded,
     WeightsPoisoned,
 )
@@ -98,4 +99,18 @@ async def adapters_survive_a_backup(rig: Rig) -> None:
     await rig.replica.sleep(1)
     await rig.replica.wake_up()
     _check(rig, await rig.complete(rig.ut.prompts[0], adapter=NAME), 1, 1)
+    await rig.check_golden(1)
+
+
+@case(capability="adapter")
+async def a_refused_adapter_changes_nothing(rig: Rig) -> None:
+    """Another rank refuses, a new adapter or a resident one: nothing is made room for (L3)."""
+    await rig.load(1)
+    await rig.send(_sender(rig, 1, 1))
+    before = await rig.snapshot()
+    for name in (NAME, "b"):
+        await expect(UpdateRefused, rig.send(_sender(rig, 2, 1, RefusedElsewhere, name=name)))
+        assert await rig.snapshot() == before
+    _check(rig, await rig.complete(rig.ut.prompts[0], adapter=NAME), 1, 1)
+    await expect(WeightsNotLoaded, rig.complete(rig.ut.prompts[0], adapter="b"))
     await rig.check_golden(1)

@@ -59,6 +59,10 @@ async def emulations_say_how(rig: Rig) -> None:
         rig.caps.adapter,
         rig.caps.delta,
         rig.caps.layout,
+        rig.caps.keep_kv,
+        rig.caps.samples,
+        rig.caps.stop_strings,
+        rig.caps.top_logprobs,
         *rig.caps.pause.values(),
     ]
     silent = [a for a in named if a.support is not Support.NATIVE and not a.how]

@@ -139,3 +139,75 @@ async def resume_waits_for_an_update(rig: Rig) -> None:
     await rig.replica.resume_generation()
     await updating
     rig.check_tokens(await held.result(), rig.ut.prompts[0], 2)
+
+
+@case(capability="pause.keep keep_release keep_kv release_kv_cache")
+async def frozen_requests_get_their_kv_back(rig: Rig) -> None:
+    """keep_kv: what is frozen goes on with the KV it had, and the report counts it (C9)."""
+    await rig.load(1)
+    running = await rig.caught(*rig.ut.prompts[:2])
+    await rig.replica.pause_generation(PauseMode.KEEP, clear_cache=False)
+    for _ in range(2):
+        report = await rig.replica.release_kv_cache(keep_kv=True)
+        kept = (report.kept_requests, report.recomputed_requests)
+        assert kept == (2, 0), f"{kept} kept and recomputed"
+        assert rig.ut.resident(Tag.KV_CACHE) == 0
+        await rig.moment()
+        await rig.replica.resume_kv_cache()
+    await rig.replica.resume_generation()
+    for request, prompt in zip(running, rig.ut.prompts, strict=False):
+        done = await request.result()
+        assert len(done.token_ids) == rig.ut.long_tokens
+        rig.check_tokens(done, prompt, 1)
+    await rig.check_golden(1)
+
+
+@case(capability="pause.keep keep_release keep_kv release retention.backup")
+async def frozen_requests_get_their_kv_back_with_the_weights(rig: Rig) -> None:
+    """The same over a sleep to a backup: another model has the device meanwhile."""
+    await rig.load(1)
+    [running] = await rig.caught(rig.ut.prompts[0])
+    report = await rig.replica.sleep(1, mode=PauseMode.KEEP, clear_cache=False, keep_kv=True)
+    assert report.kept_requests == 1, f"{report.kept_requests} kept"
+    assert rig.ut.resident(Tag.KV_CACHE) == 0
+    await rig.moment()
+    await rig.replica.wake_up()
+    done = await running.result()
+    assert len(done.token_ids) == rig.ut.long_tokens
+    rig.check_tokens(done, rig.ut.prompts[0], 1)
+
+
+@case(capability="pause.keep keep_release keep_kv release_kv_cache")
+async def saved_kv_dies_with_its_weights(rig: Rig) -> None:
+    """An update between release and resume: the rest is what new weights make of it (C1, C3)."""
+    await rig.load(1)
+    prompt = rig.ut.prompts[0]
+    [running] = await rig.caught(prompt)
+    await rig.replica.pause_generation(PauseMode.KEEP, clear_cache=False)
+    report = await rig.replica.release_kv_cache(keep_kv=True)
+    assert report.kept_requests == 1, f"{report.kept_requests} kept"
+    await rig.load(2)
+    await rig.replica.resume_kv_cache()
+    kept = list(running.tokens)
+    await rig.replica.resume_generation()
+    rest = list((await running.result()).token_ids[len(kept) :])
+    assert kept == rig.ut.golden(prompt, 1, len(kept))
+    assert rest == rig.ut.golden([*prompt, *kept], 2, len(rest)), "KV of older weights was read"
+
+
+@case(capability="pause.keep keep_release keep_kv release_kv_cache")
+async def a_release_without_keep_drops_saved_kv(rig: Rig) -> None:
+    """The stricter of two releases holds: the KV is lost, counted, and computed again."""
+    await rig.load(1)
+    [running] = await rig.caught(rig.ut.prompts[0])
+    await rig.replica.pause_generation(PauseMode.KEEP, clear_cache=False)
+    await rig.replica.release_kv_cache(keep_kv=True)
+    report = await rig.replica.release_kv_cache()
+    lost = (report.kept_requests, report.recomputed_requests)
+    assert lost == (0, 1), f"{lost} kept and recomputed"
+    assert (await rig.replica.memory()).backup(Tag.KV_CACHE) == 0, "it is still kept somewhere"
+    await rig.replica.resume_kv_cache()
+    await rig.replica.resume_generation()
+    done = await running.result()
+    assert len(done.token_ids) == rig.ut.long_tokens
+    rig.check_tokens(done, rig.ut.prompts[0], 1)
