@@ -97,6 +97,24 @@ def write_json(rows: Iterable[Row], path: Path) -> None:
     path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
 
 
+HEAD = """# Benchmarks
+
+Written by `hotbunk bench NAME --md docs/benchmarks.md`, which replaces the section of that name. Rates:
+more is better. Ratios compare what one run measured in turns; other work on the machine moves the
+rates, hence the spread.
+"""
+
+
+def write_markdown(path: Path, name: str, section: str) -> None:
+    """Put a section into a document, in place of an older one of that name."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    head, *parts = (text or HEAD).split("\n## ")
+    sections = {part.partition("\n")[0]: part for part in parts}
+    sections[name] = section.removeprefix("## ")
+    whole = "\n\n## ".join(part.strip("\n") for part in [head, *sections.values()])
+    path.write_text(whole + "\n", encoding="utf-8")
+
+
 def markdown(name: str, rows: Iterable[Row], settings: str) -> str:
     """The section of docs/benchmarks.md."""
     lines = [

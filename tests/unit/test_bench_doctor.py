@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hotbunk.benchmarks import kernels as bench_kernels
-from hotbunk.benchmarks.rows import Row, in_turns, markdown, rate_row, write_json
+from hotbunk.benchmarks.rows import Row, in_turns, markdown, rate_row, write_json, write_markdown
 from hotbunk.cli import app
 from hotbunk.rollout import kernels, native
 from hotbunk.rollout.errors import ConfigError, Unsupported
@@ -43,6 +43,15 @@ def test_rows_are_written_as_an_array(tmp_path: Path) -> None:
     text = markdown("a", [*rows(), Row("b", 1.0, None, None, "ms", None, None, 5, [1.0, 1.0])], "x")
     assert "| `a` |" in text
     assert "| `b` | 1.0 [1.0, 1.0] ms | - | - | - | - | 5 |  |" in text
+
+
+def test_a_section_replaces_an_older_one(tmp_path: Path) -> None:
+    path = tmp_path / "b.md"
+    for name, text in (("a", "1"), ("b", "2"), ("a", "3")):
+        write_markdown(path, name, f"## {name}\n\n{text}\n")
+    text = path.read_text()
+    assert text.startswith("# Benchmarks\n")
+    assert text.endswith("\n\n## a\n\n3\n\n## b\n\n2\n")
 
 
 def test_bench_writes_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

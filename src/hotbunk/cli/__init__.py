@@ -77,7 +77,8 @@ def bench(
     name: Annotated[str, typer.Argument(help="Which one: kernels.")],
     json: Annotated[Path | None, typer.Option(help="The file to write the rows into.")] = None,
     md: Annotated[
-        Path | None, typer.Option(help="The file to write a section for docs/benchmarks.md into.")
+        Path | None,
+        typer.Option(help="A document, such as docs/benchmarks.md, to put the table into."),
     ] = None,
 ) -> None:
     """Measure against others doing the same work, and against the machine's limit."""

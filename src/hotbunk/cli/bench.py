@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from hotbunk.benchmarks.rows import Row, machine, markdown, write_json
+from hotbunk.benchmarks.rows import Row, machine, markdown, write_json, write_markdown
 from hotbunk.rollout.errors import ConfigError, closest
 from hotbunk.rollout.registry import missing
 
@@ -39,7 +39,7 @@ def run(name: str, *, json: Path | None, md: Path | None) -> None:
     if json is not None:
         write_json(rows, json)
     if md is not None:
-        md.write_text(markdown(name, rows, settings), encoding="utf-8")
+        write_markdown(md, name, markdown(name, rows, settings))
 
 
 def _table(name: str, rows: Sequence[Row]) -> Table:
