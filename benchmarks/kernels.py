@@ -67,11 +67,20 @@ def _loop(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
 
 
 def _small(limit: Limit) -> list[Row]:
-    """18 thousand tensors of 4 KiB into one buffer."""
-    count, size = 18_000, 1024
-    sources = [torch.randn(size) for _ in range(count)]
-    buffer = torch.empty(count * size)
-    targets = list(buffer.view(count, size).unbind())
+    """18 thousand tensors into one buffer: of 2 KiB, as a norm of 1024 in bf16 is, and of 4 KiB."""
+    rows = []
+    for suffix, size in (("", 1024), ("_4k", 2048)):
+        count = 18_000
+        sources = [torch.randn(size).to(torch.bfloat16) for _ in range(count)]
+        buffer = torch.empty(count * size, dtype=torch.bfloat16)
+        rows += _small_of(f"copy_many_small{suffix}", sources, buffer, limit)
+    return rows
+
+
+def _small_of(
+    name: str, sources: list[torch.Tensor], buffer: torch.Tensor, limit: Limit
+) -> list[Row]:
+    targets = list(buffer.view(len(sources), -1).unbind())
     pairs = list(zip(targets, sources, strict=True))
     plan = kernels.CopyPlan(pairs)
     nbytes = buffer.nbytes
@@ -85,14 +94,12 @@ def _small(limit: Limit) -> list[Row]:
     def unplanned() -> None:
         kernels.copy_many(pairs)
 
-    name = "copy_many_small"
+    anew = "`copy_`, one by one; ours plans anew each time"
     return [
         rate_row(name, nbytes, plan.run, _loop(pairs), "`copy_`, one by one", limit),
         rate_row(f"{name}_foreach", nbytes, plan.run, foreach, "`torch._foreach_copy_`", limit),
         rate_row(f"{name}_cat", nbytes, plan.run, cat, "`torch.cat(out=)`", limit),
-        rate_row(
-            f"{name}_unplanned", nbytes, unplanned, _loop(pairs), "`copy_`; ours plans anew", limit
-        ),
+        rate_row(f"{name}_unplanned", nbytes, unplanned, _loop(pairs), anew, limit),
     ]
 
 

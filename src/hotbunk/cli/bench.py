@@ -44,7 +44,7 @@ def run(name: str, *, json: Path | None, md: Path | None) -> None:
 
 def _table(name: str, rows: Sequence[Row]) -> Table:
     table = Table(title=f"bench {name}", title_justify="left")
-    table.add_column("row")
+    table.add_column("row", no_wrap=True)
     for column in ("ours", "peer", "limit", "unit", "x peer", "of limit"):
         table.add_column(column, justify="right")
     for r in rows:
