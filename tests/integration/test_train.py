@@ -268,6 +268,11 @@ def test_kill_9_leaves_whole_lines_and_no_files(tmp_path: Path) -> None:
     out, temporary = tmp_path / "a", tmp_path / "tmp"
     temporary.mkdir()
     process = started(out, "trainer.save_every=1", f"+rollout.options.backup_dir={temporary}")
+    deadline = time.monotonic() + 60
+    while not list(out.glob("checkpoints/step-*")):  # written after the step's line
+        assert process.poll() is None
+        assert time.monotonic() < deadline, "no checkpoint within a minute"
+        time.sleep(0.05)
     process.kill()
     process.communicate(timeout=60)
     rows = lines(out)
