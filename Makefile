@@ -20,11 +20,12 @@ STAMP := .venv/.made-from-$(KEY)
 ENGINE ?= vllm
 ENGINE_BIN := .venv-$(ENGINE)/bin
 
-.PHONY: help venv test check lint types layers format demo wheel clean engine-venv engine-bin test-engines soak
+.PHONY: help venv test native-test check lint types layers format demo wheel clean engine-venv engine-bin test-engines soak
 
 help:
 	@echo 'make venv    the environment in .venv, with an editable install'
 	@echo 'make test    the tests (PYTEST_ARGS="-k name" for some of them)'
+	@echo 'make native-test  the C tests alone, under sanitizers; part of make test'
 	@echo 'make check   ruff, mypy, layers'
 	@echo 'make format  let ruff rewrite the files'
 	@echo 'make soak    storms and state machines, ten times over'
@@ -47,8 +48,18 @@ $(STAMP):
 	rm -f .venv/.made-from-*
 	touch $@
 
-test: venv
+test: venv $(if $(HOTBUNK_PURE),,native-test)
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+# The C tests, under both kinds of sanitizer: they cannot share a build.
+native-test: export PATH := $(CURDIR)/$(BIN):$(PATH)
+native-test: venv
+	@set -e; for sanitizers in address,undefined thread; do \
+		out=build/native-$${sanitizers%%,*}; \
+		cmake -S csrc -B $$out -G Ninja -DHB_TESTS=ON -DHB_SANITIZE=$$sanitizers >/dev/null; \
+		cmake --build $$out --target native_tests | tail -n 1; \
+		ctest --test-dir $$out --output-on-failure --no-tests=error; \
+	done
 
 check: lint types layers
 

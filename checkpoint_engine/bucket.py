@@ -3,7 +3,8 @@
 Exact for everything a model can hold: tensors and rows larger than a bucket (cut at element
 boundaries), 0-d and empty tensors, views of any stride, mixed element types in any order (each
 piece starts aligned), odd bucket sizes, an empty stream, tensors on another device. Casts happen
-piece by piece, into the bucket: live bytes are one bucket and at most one tensor of the source.
+piece by piece, into the bucket. Small tensors are copied many at a time: live bytes are one bucket,
+at most one tensor of the source, and small ones that add up to a sixteenth of a bucket at most.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from hotbunk.rollout.binding import dtype_from
 from hotbunk.rollout.contract import Bucket, BucketEntry, ReceiverLayout, TensorSpec
 from hotbunk.rollout.errors import ConfigError, ShapeMismatch, TransferFailed
 from hotbunk.rollout.fingerprint import MASK
-from hotbunk.rollout.kernels import fingerprint
+from hotbunk.rollout.kernels import copy_many, fingerprints
 
 ALIGN = 64  # bytes; where a piece may start in a bucket
 SMALLEST = 64  # bytes; below this no element is sure to fit
+_SMALL = 64 << 10  # bytes; a call of its own costs a smaller tensor more than the copy
 
 
 def check_bucket_bytes(wanted: int) -> None:
@@ -64,6 +66,10 @@ class Packer:
         self._buffer = buffer
         self._layout = layout
         self._with_fingerprints = fingerprints
+        # Copies to do, and what to fingerprint after them: name, piece, the byte it starts at.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._packed: list[tuple[str, torch.Tensor, int]] = []
+        self._held = 0  # bytes of the source that the copies keep alive
         self._buckets = self._run(tensors)
 
     def next(self) -> Bucket | None:
@@ -77,6 +83,7 @@ class Packer:
     @torch.no_grad()
     def _run(self, tensors: Iterator[torch.Tensor]) -> Iterator[Bucket]:
         room = self._buffer.numel()
+        small, most_held = min(_SMALL, room // 64), room // 16
         table: list[BucketEntry] = []
         used = 0
         for index, spec in enumerate(self._specs):
@@ -84,28 +91,41 @@ class Packer:
             element, size, start = dtype.itemsize, flat.numel() * dtype.itemsize, 0
             if self._with_fingerprints:
                 self.fingerprints[spec.name] = 0
+            self._held += flat.nbytes
+            wait = flat.nbytes <= small and self._held <= most_held
             while True:
                 offset = -(-used // ALIGN) * ALIGN
                 count = min(size - start, (room - offset) // element * element)
                 if count > 0 or (size == 0 and offset <= room):
                     piece = self._buffer[offset : offset + count]
                     first, last = start // element, (start + count) // element
-                    piece.view(dtype).copy_(flat[first:last])
+                    self._copies.append((piece.view(dtype), flat[first:last]))
                     if self._with_fingerprints:
-                        self.fingerprints[spec.name] += fingerprint(piece, start)
-                        self.fingerprints[spec.name] &= MASK
+                        self._packed.append((spec.name, piece, start))
                     table.append(BucketEntry(index, start, count, offset))
                     used, start = offset + count, start + count
                     self.payload += count
                 if start == size:
                     break
+                self._copy()
                 yield Bucket(self._buffer[:used], tuple(table))
                 table, used = [], 0
+            if not wait:
+                self._copy()
             del flat  # before the source gathers the next one
         if next(tensors, None) is not None:
             raise TransferFailed(f"the source has more than the {len(self._specs)} tensors it said")
         if table:
+            self._copy()
             yield Bucket(self._buffer[:used], tuple(table))
+
+    def _copy(self) -> None:
+        """Do what is to be copied, and let go of the source's tensors."""
+        copy_many(self._copies)
+        sums = fingerprints([(piece, start) for _, piece, start in self._packed])
+        for (name, _, _), one in zip(self._packed, sums, strict=True):
+            self.fingerprints[name] = (self.fingerprints[name] + one) & MASK
+        self._copies, self._packed, self._held = [], [], 0
 
     def _flat(
         self, spec: TensorSpec, tensor: torch.Tensor | None

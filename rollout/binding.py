@@ -13,9 +13,9 @@ from collections.abc import Hashable, Iterator
 import torch
 from torch import nn
 
+from hotbunk.rollout.arena import ALIGN, Arena, MemoryPool, Region, Survival
 from hotbunk.rollout.contract import Placement
 from hotbunk.rollout.errors import Unsupported
-from hotbunk.rollout.memory import ALIGN, Arena, MemoryPool, Survival
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -29,6 +29,40 @@ def dtype_from(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise Unsupported(f"element type {name!r}", "torch")
     return dtype
+
+
+class _DeviceBytes:
+    """Bytes on a CUDA device, in the form that torch takes without a copy.
+
+    Whoever made a tensor of it holds it, and with it the addresses.
+    """
+
+    def __init__(self, arena: Arena, region: Region) -> None:
+        self._lease = arena.lease()
+        self.__cuda_array_interface__ = {
+            "shape": (region.nbytes,),
+            "typestr": "|u1",
+            # An empty array has no address.
+            "data": (arena.address + region.offset if region.nbytes else 0, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def tensor_over(
+    pool: MemoryPool, arena: Arena, region: Region, dtype: torch.dtype = torch.uint8
+) -> torch.Tensor:
+    """A flat tensor of a region's bytes, on the pool's device; it keeps the addresses reserved.
+
+    :raises Unsupported: torch cannot use memory of that device here.
+    """
+    if pool.device == "cpu":
+        if not region.nbytes:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(arena.view(region), dtype=dtype)
+    if not pool.device.startswith("cuda"):
+        raise Unsupported(f"tensors over memory of {pool.device}", "torch")
+    return torch.as_tensor(_DeviceBytes(arena, region), device=pool.device).view(dtype)
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -83,7 +117,7 @@ class ModuleBinding:
                 continue
             if is_parameter and not tensor.is_contiguous():
                 raise Unsupported("non-contiguous parameters", "module binding", name)
-            if tensor.device.type != "cpu":
+            if tensor.device.type not in ("cpu", torch.device(pool.device).type):
                 raise Unsupported(f"tensors on {tensor.device}", "module binding", name)
             holders.setdefault(key, []).append(tensor)
             first, content = labels.get(key, (name, False))
@@ -95,14 +129,15 @@ class ModuleBinding:
             name, content = labels[key]
             survival = Survival.CONTENT if content else Survival.STATE
             region = self.arena.add(name, sizes[key], survival)
-            raw = torch.frombuffer(self.arena.view(region), dtype=torch.uint8)
-            old = torch.empty(0, dtype=torch.uint8).set_(held[0].untyped_storage())
+            raw = tensor_over(pool, self.arena, region)
+            old = torch.empty(0, dtype=torch.uint8, device=held[0].device)
+            old.set_(held[0].untyped_storage())
             raw.copy_(old)
             storage = raw.untyped_storage()
             shapes = [(t, t.storage_offset(), t.size(), t.stride()) for t in held]
             for tensor, offset, size, stride in shapes:
                 with torch.inference_mode(tensor.is_inference()):
-                    view = torch.empty(0, dtype=tensor.dtype)
+                    view = torch.empty(0, dtype=tensor.dtype, device=raw.device)
                     tensor.data = view.set_(storage, offset, size, stride)
 
     def placements(self) -> dict[str, Placement]:

@@ -34,6 +34,7 @@
     ├── DeadlineExceeded (TimeoutError)     a step did not end in time
     ├── RequestRejected                     a request that may be retried elsewhere
     │   └── ReplicaRejecting                this replica is leaving the pool
+    ├── KernelFailed                        a kernel refused its arguments, or its device failed
     ├── LogprobMismatch                     trainer and engine disagree about the same tokens
     ├── SyncFailed                          a sync in which some replica did not commit
     ├── TrainerFailed                       the trainer itself raised; carries its traceback
@@ -244,6 +245,17 @@ class HostOutOfMemory(MemoryFault):
             remedy=kw.pop("remedy", "release with retention 'discard', or free space"),
             **kw,
         )
+
+
+class KernelFailed(HotbunkError):
+    """A kernel refused its arguments, with nothing written, or its device's driver failed.
+
+    ``code`` is one of csrc/include/hotbunk_kernels.h.
+    """
+
+    def __init__(self, what: str, code: int, **kw: Any) -> None:
+        self.code = code
+        super().__init__(what, **kw)
 
 
 # -- updates ----------------------------------------------------------------------------------

@@ -1,23 +1,58 @@
-"""Fast forms of the kernels, over torch tensors. Equal bit for bit to their definitions."""
+"""The kernels over torch tensors: copies with casts, fingerprints, rows of a KV cache.
+
+The native library does the work where it can (the host; CUDA devices when the library has its
+CUDA kernels), and torch operations do elsewhere, equal bit for bit. Calls return when the work is
+done, and check everything before they write the first byte.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
+import functools
+import logging
+from array import array
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from hotbunk.rollout.fingerprint import BLOCK, MASK, inner_keys, outer_key
+from hotbunk.rollout import fallbacks, native
+from hotbunk.rollout.errors import KernelFailed
+from hotbunk.rollout.native_kernels import KV, Code, DType, Kernels, Run, copy_entry
 
-_BLOCKS_AT_ONCE = 4096  # 16 MiB of words at a time bounds the scratch memory
+_log = logging.getLogger(__name__)
+_CAST = {torch.float32: DType.F32, torch.bfloat16: DType.BF16, torch.float16: DType.F16}
+_HOST = torch.device("cpu")
 
 
-def _signed(key: int) -> int:
-    return key - (1 << 64) if key >> 63 else key
+@functools.cache
+def native_kernels() -> Kernels | None:
+    """The native kernels; None in a pure install."""
+    try:
+        return native.load().kernels
+    except native.NativeUnavailable as error:
+        if native.path().is_file():
+            _log.warning("falling back to torch: %s", error)
+        return None
 
 
-@lru_cache(maxsize=1)
-def _inner() -> torch.Tensor:
-    return torch.tensor([_signed(k) for k in inner_keys()], dtype=torch.int64)
+def _native_for(device: torch.device) -> tuple[Kernels, Run | None] | None:
+    """What runs natively on a device, and how; None: torch has to."""
+    kernels = native_kernels()
+    if kernels is None or device.type not in ("cpu", "cuda"):
+        return None
+    if device.type == "cpu":
+        return kernels, None
+    index = device.index
+    if not _cuda_works(kernels, index):
+        return None
+    return kernels, Run(index, stream=torch.cuda.current_stream(index).cuda_stream)
+
+
+@functools.lru_cache(maxsize=64)
+def _cuda_works(kernels: Kernels, index: int) -> bool:
+    why = kernels.why_not_cuda(index)
+    if why:
+        _log.warning("falling back to torch on cuda:%d: %s", index, why)
+    return not why
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,29 +63,186 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+# -- fingerprints -----------------------------------------------------------------------------
+
+
 def fingerprint(tensor: torch.Tensor, start: int = 0) -> int:
     """The fingerprint of a tensor's bytes lying at byte ``start`` of a larger one.
 
     Defined in :mod:`hotbunk.rollout.fingerprint`.
     """
-    data = as_bytes(tensor.contiguous())
-    block_bytes = 4 * BLOCK
-    first, lead = divmod(start, block_bytes)
-    total, done, size = 0, 0, data.numel()
-    while done < size:
-        room = _BLOCKS_AT_ONCE * block_bytes - lead
-        part = data[done : done + room]
-        done += part.numel()
-        tail = -(lead + part.numel()) % block_bytes
-        if lead or tail or part.data_ptr() % 4:
-            padded = torch.zeros(lead + part.numel() + tail, dtype=torch.uint8)
-            padded[lead : lead + part.numel()] = part
-            part = padded
-        words = part.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF)
-        sums = words.view(-1, BLOCK).mul_(_inner()).sum(1)
-        outer = torch.tensor(
-            [_signed(outer_key(first + n)) for n in range(sums.numel())], dtype=torch.int64
+    return fingerprints([(tensor, start)])[0]
+
+
+def fingerprints(pieces: Iterable[tuple[torch.Tensor, int]]) -> list[int]:
+    """The fingerprints of pieces ``(tensor, start)``, all on one device."""
+    held = [(tensor.detach().contiguous(), start) for tensor, start in pieces]
+    if not held:
+        return []
+    found = _native_for(held[0][0].device)
+    if found is None:
+        return [fallbacks.fingerprint(as_bytes(tensor), start) for tensor, start in held]
+    kernels, run = found
+    return kernels.fingerprints([(t.data_ptr(), t.nbytes, start) for t, start in held], run)
+
+
+# -- copies -----------------------------------------------------------------------------------
+
+
+class CopyPlan:
+    """Copies between tensors whose memory stays where it is: prepared once, run as often as wanted.
+
+    :param pairs: ``(target, source)`` with as many elements each; targets are contiguous. Element
+        types may differ: f32, bf16 and f16 are cast by rounding to nearest even, with denormals
+        kept, others as torch does it.
+    :raises KernelFailed: a pair that does not fit together.
+
+    The plan holds the tensors. It must not be run while their memory is released.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._pairs = list(pairs)
+        self._by_torch: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._tables: dict[torch.device, array[int]] = {}
+        host: list[int] = []
+        on_host = native_kernels() is not None
+        for target, source in self._pairs:
+            if not target.is_contiguous():
+                raise KernelFailed("a target is not contiguous", Code.BAD_ARGUMENT)
+            size = source.nbytes
+            if target.dtype is source.dtype and target.nbytes == size:
+                # bytes on both sides; one line, since buckets of small tensors are many of these
+                entry: tuple[int, int, int, int] | None
+                entry = (source.data_ptr(), target.data_ptr(), size, 0)
+            else:
+                entry = _cast_entry(target, source)
+            if entry is None or not source.is_contiguous():
+                self._by_torch.append((target, source))
+            elif on_host and target.is_cpu and source.is_cpu:
+                host += entry
+            elif target.device == source.device and _native_for(target.device) is not None:
+                self._tables.setdefault(target.device, array("q")).extend(entry)
+            else:
+                self._by_torch.append((target, source))
+        if host:
+            self._tables[_HOST] = array("q", host)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Do all the copies, in any order.
+
+        :raises KernelFailed: bytes that are written are used elsewhere; nothing was written.
+        """
+        if self._by_torch or len(self._tables) > 1:  # no single call sees them all
+            fallbacks.check_overlaps(self._pairs)
+        for device, table in self._tables.items():
+            found = _native_for(device)
+            assert found is not None, "it was there when the plan was made"
+            kernels, run = found
+            kernels.copy_many(table, run)
+        for target, source in self._by_torch:
+            fallbacks.copy(target.detach().reshape(-1), source.detach().reshape(-1))
+
+
+def _cast_entry(target: torch.Tensor, source: torch.Tensor) -> tuple[int, int, int, int] | None:
+    """A native cast; None when only torch knows how."""
+    count = source.numel()
+    if target.numel() != count:
+        raise KernelFailed(
+            f"{tuple(source.shape)} does not go into {tuple(target.shape)}", Code.BAD_ARGUMENT
         )
-        total += int(sums.mul_(outer).sum())
-        first, lead = first + sums.numel(), 0
-    return total & MASK
+    from_, to = _CAST.get(source.dtype), _CAST.get(target.dtype)
+    if from_ is None or to is None:
+        return None
+    return copy_entry(source.data_ptr(), target.data_ptr(), count, from_, to)
+
+
+def copy_many(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy each ``(target, source)``, once; see :class:`CopyPlan`."""
+    CopyPlan(pairs).run()
+
+
+# -- KV ---------------------------------------------------------------------------------------
+
+
+def _cache(kv: torch.Tensor) -> KV:
+    if kv.dim() != 5 or not kv[:1, :1, :1].is_contiguous():
+        raise KernelFailed(
+            "a KV cache is [layers, 2, slots, heads, dim], with rows of its own", Code.BAD_ARGUMENT
+        )
+    size = kv.element_size()
+    layers, planes, slots, heads, dim = kv.shape
+    strides = (stride * size for stride in kv.stride()[:3])
+    return KV(kv.data_ptr(), layers, planes, slots, heads * dim * size, *strides)
+
+
+def _check_packed(kv: torch.Tensor, packed: torch.Tensor, tokens: int) -> None:
+    wanted = (*kv.shape[:2], tokens, *kv.shape[3:])
+    same = (packed.dtype, packed.device) == (kv.dtype, kv.device) and packed.is_contiguous()
+    if tuple(packed.shape) != wanted or not same:
+        raise KernelFailed(
+            f"rows {tuple(packed.shape)} of {packed.dtype} do not fit {tokens} tokens of a cache "
+            f"{tuple(kv.shape)} of {kv.dtype}",
+            Code.BAD_ARGUMENT,
+        )
+
+
+def kv_gather(
+    kv: torch.Tensor,
+    blocks: Sequence[int],
+    size: int,
+    tokens: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What the first ``tokens`` slots of a sequence's blocks hold.
+
+    :param kv: [layers, 2, slots, heads, dim]; block ``b`` holds slots ``[b * size, (b+1) * size)``.
+    :param out: where to put it; None: a new tensor.
+    :returns: [layers, 2, tokens, heads, dim], contiguous.
+    :raises KernelFailed: a block outside the cache, too few of them, or an ``out`` that is not one.
+    """
+    cache = _cache(kv)
+    if out is None:
+        shape = (*kv.shape[:2], max(tokens, 0), *kv.shape[3:])
+        out = torch.empty(shape, dtype=kv.dtype, device=kv.device)
+    _check_packed(kv, out, tokens)
+    found = _native_for(kv.device)
+    if found is None:
+        return out.copy_(kv[:, :, fallbacks.slots_of(kv, blocks, size, tokens)])
+    kernels, run = found
+    kernels.kv_gather(cache, blocks, size, tokens, out.data_ptr(), run)
+    return out
+
+
+def kv_scatter(kv: torch.Tensor, blocks: Sequence[int], size: int, packed: torch.Tensor) -> None:
+    """Put ``packed`` [layers, 2, tokens, heads, dim] into the slots of a sequence's blocks.
+
+    :raises KernelFailed: a block outside the cache or twice in the table, too few blocks, or
+        another shape, type or device; nothing was written.
+    """
+    cache = _cache(kv)
+    packed = packed.contiguous()
+    tokens = packed.shape[2] if packed.dim() == 5 else 0
+    _check_packed(kv, packed, tokens)
+    found = _native_for(kv.device)
+    if found is not None:
+        kernels, run = found
+        kernels.kv_scatter(cache, blocks, size, tokens, packed.data_ptr(), run)
+        return
+    slots = fallbacks.slots_of(kv, blocks, size, tokens)
+    used = blocks[: -(-tokens // size)]
+    if len(set(used)) != len(used):
+        raise KernelFailed("a block comes twice", Code.OVERLAP)
+    kv.index_copy_(2, slots, packed)
+
+
+def kv_zero(kv: torch.Tensor, blocks: Sequence[int], size: int) -> None:
+    """Zeros into every slot of the blocks. :raises KernelFailed: a block outside the cache."""
+    cache = _cache(kv)
+    tokens = len(blocks) * size
+    found = _native_for(kv.device)
+    if found is not None:
+        kernels, run = found
+        kernels.kv_zero(cache, blocks, size, tokens, run)
+        return
+    kv.index_fill_(2, fallbacks.slots_of(kv, blocks, size, tokens), 0)

@@ -1,85 +1,63 @@
 """Memory that can be taken away: an arena per tag and weight group, at addresses that stay.
 
-:class:`MemoryPool` is what engines and trainers hold; :class:`HostPool` keeps it in private
-anonymous mappings of this process. An arena's regions are bound once; a release writes what must
-survive into an unlinked file (so a killed process leaves nothing behind), gives the pages back and
-makes the range untouchable: a stray read is a fault, not silent zeros. A resume maps it again and
-restores. "Resident" is always what the operating system says: :meth:`HostPool.memory` asks the
-page tables through ``mincore``, which is cheap enough for every verb, and :meth:`HostPool.audit`
-reads ``/proc/self/smaps``, which takes as long as the process has mappings. They agree but for
-pages that were read and never written: those map the kernel's one page of zeros, which costs
-nothing, and only the page tables count them.
+:class:`MemoryPool` is what engines and trainers hold, :class:`NativePool` is the one that gives
+memory back (csrc/pool, behind hotbunk_pool.h), :class:`~hotbunk.rollout.plain.PlainPool` what is left without the native
+library: it allocates and says that it cannot release. :func:`host_pool` chooses.
+
+An arena's regions are bound once. A release writes what must survive into a nameless file (so a
+killed process leaves nothing behind), gives the memory back and makes the range untouchable: a
+stray read is a fault, not silent zeros. A resume brings it back to the same addresses. "Resident"
+is always what the operating system or the driver says: on the host, :meth:`MemoryPool.memory` asks
+the page tables, which is cheap enough for every verb, and :meth:`NativePool.audit` reads
+``/proc/self/smaps``, which takes as long as the process has mappings. They agree but for pages that
+were read and never written: those map the kernel's one page of zeros, and only the page tables
+count them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import mmap
-import os
 import tempfile
 import threading
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import msgspec
 
+from hotbunk.rollout import native
+from hotbunk.rollout.arena import ALIGN, PAGE, Arena, MemoryPool, Region, Survival, checked
 from hotbunk.rollout.contract import ArenaReport, MemoryReport, Retention
 from hotbunk.rollout.errors import (
+    ConfigError,
     HostOutOfMemory,
     MemoryFault,
     ReleaseIncomplete,
     ResumeOutOfMemory,
-    SessionError,
+    Unsupported,
 )
+from hotbunk.rollout.native_pool import ArenaInfo, Choice, Code, Facts, Options, Outcome
+from hotbunk.rollout.plain import PlainPool
 
-PAGE = mmap.PAGESIZE
-ALIGN = 256  # bytes; every region starts at a multiple of it
-HUGE_FROM = 32 << 20  # bytes; smaller arenas would round up to huge pages what they really use
-PROT_NONE, PROT_READ, PROT_WRITE = 0, 1, 2
-MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE = 0x02, 0x20, 0x4000
-MADV_DONTNEED, MADV_HUGEPAGE, MADV_POPULATE_WRITE = 4, 14, 23
-_MAP_FAILED = ctypes.c_void_p(-1).value
+__all__ = [
+    "ALIGN",
+    "PAGE",
+    "Arena",
+    "HostPool",
+    "MemoryPool",
+    "NativeArena",
+    "NativePool",
+    "PlainPool",
+    "Region",
+    "Survival",
+    "host_pool",
+    "resident_bytes",
+    "resident_pages",
+]
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_longlong,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_munmap = _libc.munmap
-_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-class Survival(StrEnum):
-    """What becomes of a region's content when its arena is discarded."""
-
-    CONTENT = "content"  # forgotten: a sync brings it back
-    STATE = "state"  # kept through every release: buffers, rotary caches, scales
-
-
-class Region(msgspec.Struct, frozen=True):
-    """A named range of an arena, in bytes."""
-
-    name: str
-    offset: int
-    nbytes: int
-    survival: Survival = Survival.CONTENT
-
-
-def _round_up(n: int, unit: int) -> int:
-    return -(-n // unit) * unit
+_POLICY = {Survival.CONTENT: 0, Survival.STATE: 1, Survival.PERSIST: 2, Survival.ZERO: 3}
+_RETAIN = {Retention.DISCARD: 0, Retention.BACKUP: 1, Retention.RESIDENT: 2}
 
 
 def resident_pages(address: int, nbytes: int) -> int:
@@ -87,11 +65,10 @@ def resident_pages(address: int, nbytes: int) -> int:
 
     :raises MemoryFault: the range is not mapped.
     """
-    pages = nbytes // PAGE
-    flags = ctypes.create_string_buffer(pages)
-    if _libc.mincore(address, nbytes, flags):
-        raise MemoryFault(f"mincore: {os.strerror(ctypes.get_errno())}")
-    return (pages - flags.raw[:pages].count(b"\0")) * PAGE
+    found = int(native.load().lib.hb_resident(address, nbytes))
+    if found < 0:
+        raise MemoryFault(f"no memory is mapped at {address:#x}")
+    return found
 
 
 def resident_bytes(ranges: Mapping[str, tuple[int, int]]) -> dict[str, int]:
@@ -116,408 +93,298 @@ def resident_bytes(ranges: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     return found
 
 
-class Arena(ABC):
-    """One range of addresses for one tag and weight group. Regions never move."""
+class NativeArena(Arena):
+    """An arena of a :class:`NativePool`."""
 
-    tag: str
-    group: str
-    size: int
-    address: int
-    regions: dict[str, Region]
-
-    @abstractmethod
-    def add(self, name: str, nbytes: int, survival: Survival = Survival.CONTENT) -> Region:
-        """Take the next range. :raises MemoryFault: the arena is full, or the name is taken."""
-
-    @property
-    @abstractmethod
-    def released(self) -> bool:
-        """Whether its memory is given away."""
-
-    @abstractmethod
-    def view(self, region: Region | None = None) -> memoryview:
-        """Writable bytes. Stays valid over release and resume; touching it between is a fault."""
-
-
-class MemoryPool(ABC):
-    """Arenas that can be released and resumed, all or none of a call's."""
-
-    @abstractmethod
-    def arena(self, tag: str, nbytes: int, group: str = "") -> Arena:
-        """Reserve a new arena of at least ``nbytes``. :raises MemoryFault: it exists."""
-
-    @abstractmethod
-    def drop(self, arena: Arena) -> None:
-        """Take one arena out of the pool and give its addresses back."""
-
-    @abstractmethod
-    def release(
-        self, tags: Collection[str], retention: Mapping[str, Retention] | Retention
-    ) -> MemoryReport:
-        """Give back every arena of the tags.
-
-        ``retention`` is one for all, or one per group (others are discarded). Released arenas
-        follow a stricter retention: DISCARD drops a backup.
-
-        :raises HostOutOfMemory: no room for the backups; nothing was released.
-        :raises MemoryFault: the kernel will not take the pages; nothing was released.
-        :raises ReleaseIncomplete: released, and the OS still counts pages.
-        """
-
-    @abstractmethod
-    def resume(self, tags: Collection[str]) -> MemoryReport:
-        """Map every released arena of the tags and restore what was kept.
-
-        :raises ResumeOutOfMemory: everything this call mapped is released again.
-        """
-
-    @abstractmethod
-    def memory(self) -> MemoryReport:
-        """What is reserved, resident and backed up now."""
-
-    @abstractmethod
-    def check_invariants(self) -> None:
-        """:raises AssertionError: an arena and the OS disagree."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give everything back. Views held by others have no content afterwards."""
-
-
-class HostArena(Arena):
-    """An arena in a private anonymous mapping, fenced by a page on either side."""
-
-    def __init__(self, tag: str, nbytes: int, group: str) -> None:
+    def __init__(
+        self, pool: NativePool, number: int, info: ArenaInfo, tag: str, group: str
+    ) -> None:
         self.tag, self.group = tag, group
-        self.size = _round_up(max(nbytes, 1), PAGE)
-        self.regions = {}
+        self.address = int(info.address)
+        self.size = int(info.size + info.persistent)
         self.used = 0
-        self.backup: _Backup | None = None
-        self._released = False
-        span = self.size + 2 * PAGE  # the fences keep the kernel from merging mappings
-        flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE
-        base = _libc.mmap(None, span, PROT_NONE, flags, -1, 0)
-        if base == _MAP_FAILED:
-            raise MemoryFault(
-                f"cannot reserve {span} bytes of addresses: {os.strerror(ctypes.get_errno())}"
-            )
-        self.address = base + PAGE
+        self.regions = {}
+        self.number = number
+        self._pool = pool
         # Every view holds this object, and the addresses go when the last of them does: one that
         # is still written to by a thread of a cancelled sync must not become a fault.
         self._buffer: ctypes.Array[ctypes.c_char] | None = (ctypes.c_char * self.size).from_address(
             self.address
         )
-        weakref.finalize(self._buffer, _munmap, base, span).atexit = False
-        self.protect(PROT_READ | PROT_WRITE)
-        if self.size >= HUGE_FROM:
-            _libc.madvise(self.address, self.size, MADV_HUGEPAGE)  # a hint: kernels may lack it
-        try:
-            self._populate()
-        except MemoryFault:
-            _libc.munmap(base, span)
-            raise
+        weakref.finalize(self._buffer, _let_go, pool.lib, pool.number, number).atexit = False
+
+    def add(self, name: str, nbytes: int, survival: Survival = Survival.CONTENT) -> Region:
+        offset, outcome = ctypes.c_uint64(), Outcome()
+        code = self._pool.lib.hb_arena_add(
+            self._pool.number,
+            self.number,
+            name.encode(),
+            nbytes,
+            _POLICY[survival],
+            offset,
+            outcome,
+        )
+        self._pool.check(code, outcome)
+        region = self.regions[name] = Region(name, offset.value, nbytes, survival)
+        if survival is not Survival.PERSIST:
+            self.used = region.offset + nbytes
+        return region
+
+    @property
+    def info(self) -> ArenaInfo:
+        """What the library knows of it. :raises MemoryFault: it was given back."""
+        info = ArenaInfo()
+        if self._pool.lib.hb_arena_look(self._pool.number, self.number, info):
+            raise MemoryFault(f"arena {self.tag}/{self.group} was given back")
+        return info
 
     @property
     def released(self) -> bool:
-        return self._released
+        return bool(self.info.released)
 
     @property
-    def range(self) -> tuple[int, int]:
-        """Addresses ``[start, end)``."""
-        return self.address, self.address + self.size
+    def fd(self) -> int | None:
+        """The file behind shared memory, to be passed to another process; the arena owns it."""
+        found = int(self._pool.lib.hb_arena_fd(self._pool.number, self.number))
+        return None if found < 0 else found
 
-    def add(self, name: str, nbytes: int, survival: Survival = Survival.CONTENT) -> Region:
-        if name in self.regions:
-            raise MemoryFault(f"arena {self.tag}/{self.group} already has a region {name!r}")
-        offset = _round_up(self.used, ALIGN)
-        if offset + nbytes > self.size:
-            raise MemoryFault(
-                f"arena {self.tag}/{self.group} has {self.size - offset} bytes left and "
-                f"{name!r} needs {nbytes}"
-            )
-        region = self.regions[name] = Region(name, offset, nbytes, survival)
-        self.used = offset + nbytes
-        return region
-
-    def view(self, region: Region | None = None) -> memoryview:
+    def lease(self) -> object:
         if self._buffer is None:
             raise MemoryFault(f"arena {self.tag}/{self.group} was given back")
-        whole = memoryview(self._buffer).cast("B")
+        return self._buffer
+
+    def view(self, region: Region | None = None) -> memoryview:
+        held = self.lease()
+        if not self._pool.addressable:
+            raise Unsupported("views by the host", self._pool.driver, "use read and write")
+        whole = memoryview(held).cast("B")  # type: ignore[arg-type]
         return whole if region is None else whole[region.offset : region.offset + region.nbytes]
 
-    def protect(self, protection: int) -> None:
-        """Change what may be done with the pages. :raises MemoryFault: the kernel says no."""
-        if _libc.mprotect(self.address, self.size, protection):
-            raise MemoryFault(
-                f"mprotect of {self.tag}/{self.group}: {os.strerror(ctypes.get_errno())}"
-            )
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """A copy of bytes, wherever the memory is. :raises MemoryFault: it is released."""
+        data, outcome = ctypes.create_string_buffer(nbytes), Outcome()
+        where = (self._pool.number, self.number, offset)
+        self._pool.check(self._pool.lib.hb_arena_read(*where, data, nbytes, outcome), outcome)
+        return data.raw[:nbytes]
 
-    def drop_pages(self) -> None:
-        """Fence the range off and give the pages back.
+    def write(self, offset: int, data: bytes) -> None:
+        """Copy bytes in. :raises MemoryFault: it is released, or they do not fit."""
+        outcome = Outcome()
+        where = (self._pool.number, self.number, offset)
+        self._pool.check(self._pool.lib.hb_arena_write(*where, data, len(data), outcome), outcome)
 
-        :raises MemoryFault: the kernel says no (locked pages, say); nothing was given back.
-        """
-        self.protect(PROT_NONE)
-        if _libc.madvise(self.address, self.size, MADV_DONTNEED):
-            why = os.strerror(ctypes.get_errno())
-            self.protect(PROT_READ | PROT_WRITE)
-            raise MemoryFault(f"madvise of {self.tag}/{self.group}: {why}")
-        self._released = True
-
-    def map_pages(self) -> None:
-        """Make the range usable again, empty, with all its memory in place.
-
-        :raises MemoryFault: there is not enough; the range stays released.
-        """
-        self.protect(PROT_READ | PROT_WRITE)
-        try:
-            self._populate()
-        except MemoryFault:
-            self.drop_pages()
-            raise
-        self._released = False
-
-    def _populate(self) -> None:
-        """Have every page now: what is mapped is there, not promised until somebody touches it."""
-        if not _libc.madvise(self.address, self.size, MADV_POPULATE_WRITE):
-            return
-        code = ctypes.get_errno()
-        if code != errno.EINVAL:
-            raise MemoryFault(
-                f"{self.tag}/{self.group} needs {self.size} bytes: {os.strerror(code)}"
-            )
-        ctypes.memset(self.address, 0, self.size)  # Linux before 5.14
-
-    def close(self) -> None:
-        """Return the pages now, and the addresses as soon as no view is left."""
-        if self.backup is not None:
-            self.backup.close()
-        if not self._released:
-            _libc.madvise(self.address, self.size, MADV_DONTNEED)
+    def forget(self) -> None:
+        """It is out of the pool: only views that exist already go on."""
         self._buffer = None
 
 
-class _Backup:
-    """What a release keeps, in an unlinked file. ``whole``: all content, not only state."""
-
-    def __init__(self, arena: HostArena, directory: str, *, whole: bool) -> None:
-        self.whole = whole
-        self.ranges = [(0, arena.used)] if whole else _state_of(arena)
-        self.nbytes = sum(n for _, n in self.ranges)
-        self._file: IO[bytes] | None = None
-        if not self.nbytes:  # nothing to keep needs no room
-            return
-        try:
-            # It has no name, so nothing outlives the process.
-            self._file = tempfile.TemporaryFile(dir=directory, prefix="hotbunk-")  # noqa: SIM115
-            os.posix_fallocate(self._fd, 0, self.nbytes)
-            view = arena.view()
-            at = 0
-            for offset, nbytes in self.ranges:
-                _write_all(self._fd, view[offset : offset + nbytes], at)
-                at += nbytes
-        except OSError as error:
-            self.close()
-            raise HostOutOfMemory(self.nbytes, _free_bytes(directory), where=str(error)) from error
-
-    @property
-    def _fd(self) -> int:
-        assert self._file is not None
-        return self._file.fileno()
-
-    def restore(self, arena: HostArena) -> None:
-        """Read everything back. :raises MemoryFault, OSError: it cannot be read."""
-        view, at = arena.view(), 0
-        for offset, nbytes in self.ranges:
-            part, done = view[offset : offset + nbytes], 0
-            while done < nbytes:
-                got = os.preadv(self._fd, [part[done:]], at + done)
-                if not got:
-                    raise MemoryFault(f"the backup of {arena.tag}/{arena.group} is cut short")
-                done += got
-            at += nbytes
-
-    def forget_content(self, arena: HostArena) -> None:
-        """Keep only state on. It moves towards the front of the file, so it needs no room."""
-        if not self.whole:
-            return
-        ranges, at = _state_of(arena), 0
-        for offset, nbytes in ranges:
-            for done in range(0, nbytes, _CHUNK):
-                piece = os.pread(self._fd, min(_CHUNK, nbytes - done), offset + done)
-                _write_all(self._fd, memoryview(piece), at + done)
-            at += nbytes
-        self.whole, self.ranges, self.nbytes = False, ranges, at
-        if self._file is not None:
-            os.truncate(self._fd, at)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+def _let_go(lib: Any, pool: int, arena: int) -> None:
+    lib.hb_arena_drop(pool, arena, None)  # usually done before
+    lib.hb_arena_unreserve(pool, arena)
 
 
-_CHUNK = 1 << 20
+class NativePool(MemoryPool):
+    """Arenas on one device, by the native library.
 
-
-def _state_of(arena: HostArena) -> list[tuple[int, int]]:
-    """Ranges of the regions that survive everything, in order of address."""
-    return [(r.offset, r.nbytes) for r in arena.regions.values() if r.survival is Survival.STATE]
-
-
-def _free_bytes(directory: str) -> int:
-    try:
-        found = os.statvfs(directory)
-    except OSError:
-        return 0
-    return found.f_bavail * found.f_frsize
-
-
-def _write_all(fd: int, data: memoryview, at: int) -> None:
-    while data:
-        done = os.pwrite(fd, data, at)
-        data, at = data[done:], at + done
-
-
-class HostPool(MemoryPool):
-    """Arenas in this process's own anonymous memory.
-
-    :param backup_dir: where backups are written (default: the system's temporary folder). On a
-        machine without accelerators a backup in RAM would save nothing.
+    :param driver: ``host``, ``shared`` (``shared:tmpfs``, ``:hugetlb``, ``:memfd``), ``cuda:N``,
+        ``acl:N`` or ``fake`` (``fake:BYTES``).
+    :param backup_dir: where backups are written; None: into memory of the host. On a machine
+        without accelerators a backup in memory would save nothing.
+    :param library: what is opened as the CUDA or ACL driver.
+    :param wait: seconds a release waits for the device to count memory as free.
+    :raises NativeUnavailable: hotbunk was installed pure.
+    :raises Unsupported: the driver cannot be used on this machine; says why.
+    :raises ConfigError: there is no such driver.
     """
 
-    #: Share of what was released that the OS may still count after a release, before it is an error.
-    RESIDUAL = 0.05
-
-    def __init__(self, backup_dir: Path | None = None) -> None:
-        self._arenas: dict[tuple[str, str], HostArena] = {}
+    def __init__(
+        self,
+        driver: str = "host",
+        *,
+        backup_dir: Path | None = None,
+        library: Path | None = None,
+        wait: float = 2.0,
+    ) -> None:
+        self.lib = native.load().lib
+        self.driver = driver
+        options = Options(
+            driver.encode(),
+            None if backup_dir is None else str(backup_dir).encode(),
+            None if library is None else str(library).encode(),
+            int(wait * 1000),
+        )
+        number, outcome = ctypes.c_uint64(), Outcome()
+        code = self.lib.hb_pool_open(options, number, outcome)
+        if code == Code.UNAVAILABLE:
+            raise Unsupported(f"driver {driver!r}", "memory pool", outcome.message)
+        if code == Code.INVALID:
+            raise ConfigError(outcome.message)
+        self.number = number.value
+        self.check(code, outcome)
+        weakref.finalize(self, self.lib.hb_pool_close, self.number).atexit = False
+        self._arenas: dict[int, NativeArena] = {}
         self._lock = threading.Lock()  # of the table: buckets come and go while others count
-        self._dir = str(backup_dir or tempfile.gettempdir())
+        facts = self.facts()
+        self.kind = facts.kind.decode()
+        self.addressable = bool(facts.addressable)
+        self.measured_by = "process" if facts.per_process else "device"
+        name, _, index = driver.partition(":")
+        self.device = {"cuda": f"cuda:{index or 0}", "acl": f"npu:{index or 0}"}.get(name, "cpu")
 
-    def arena(self, tag: str, nbytes: int, group: str = "") -> HostArena:
+    def facts(self) -> Facts:
+        """Granularity, free and total bytes of the device, and what kind of memory it is."""
+        facts, outcome = Facts(), Outcome()
+        self.check(self.lib.hb_pool_facts_of(self.number, facts, outcome), outcome)
+        return facts
+
+    def arena(self, tag: str, nbytes: int, group: str = "", *, persistent: int = 0) -> NativeArena:
+        number, outcome = ctypes.c_uint64(), Outcome()
+        names = (tag.encode(), group.encode())
+        if not 0 <= nbytes + persistent < 1 << 63:
+            raise MemoryFault(f"an arena of {nbytes} bytes is too large")
+        self.check(
+            self.lib.hb_arena_open(self.number, *names, nbytes, persistent, number, outcome),
+            outcome,
+        )
+        info = ArenaInfo()
+        self.lib.hb_arena_look(self.number, number, info)
+        arena = NativeArena(self, number.value, info, tag, group)
         with self._lock:
-            if (tag, group) in self._arenas:
-                raise MemoryFault(f"the pool already has an arena {tag}/{group}")
-            arena = self._arenas[tag, group] = HostArena(tag, nbytes, group)
-            return arena
+            self._arenas[arena.number] = arena
+        return arena
+
+    def arenas(self) -> tuple[NativeArena, ...]:
+        with self._lock:
+            return tuple(self._arenas.values())
 
     def drop(self, arena: Arena) -> None:
+        assert isinstance(arena, NativeArena)
+        outcome = Outcome()
+        self.check(self.lib.hb_arena_drop(self.number, arena.number, outcome), outcome)
         with self._lock:
-            self._arenas.pop((arena.tag, arena.group)).close()
+            self._arenas.pop(arena.number, None)
+        arena.forget()
 
     def release(
         self, tags: Collection[str], retention: Mapping[str, Retention] | Retention
     ) -> MemoryReport:
-        before = _resident(self.memory())
-        made: list[tuple[HostArena, _Backup]] = []
-        try:
-            for arena in self._of(tags):
-                kept = (
-                    retention
-                    if isinstance(retention, Retention)
-                    else retention.get(arena.group, Retention.DISCARD)
-                )
-                if kept is Retention.RESIDENT:
-                    continue
-                if not arena.released:
-                    whole = kept is Retention.BACKUP
-                    made.append((arena, _Backup(arena, self._dir, whole=whole)))
-                elif kept is Retention.DISCARD and arena.backup is not None:
-                    arena.backup.forget_content(arena)
-            for arena, _ in made:
-                arena.drop_pages()
-        except BaseException:
-            for arena, backup in made:
-                if arena.released:
-                    arena.map_pages()
-                    backup.restore(arena)
-                backup.close()
-            raise
-        for arena, backup in made:
-            arena.backup = backup
-        report = self.memory()
-        left = _resident(report)
-        expected = sum(before[a.tag, a.group] for a, _ in made)
-        residue = sum(left[a.tag, a.group] for a, _ in made)
-        if residue > self.RESIDUAL * max(expected, 1):
-            raise ReleaseIncomplete(expected, expected - residue)
-        return msgspec.structs.replace(report, freed=expected - residue)
+        groups = {} if isinstance(retention, Retention) else retention
+        rest = retention if isinstance(retention, Retention) else Retention.DISCARD
+        choices = []
+        for tag in checked(tags):
+            for group, kept in groups.items():
+                choices.append(Choice(tag.encode(), group.encode(), _RETAIN[kept]))
+            choices.append(Choice(tag.encode(), None, _RETAIN[rest]))
+        outcome = Outcome()
+        array = (Choice * len(choices))(*choices)
+        code = self.lib.hb_pool_release(self.number, array, len(choices), outcome)
+        self.check(code, outcome)
+        return msgspec.structs.replace(self.memory(), freed=outcome.freed)
 
     def resume(self, tags: Collection[str]) -> MemoryReport:
-        wanted = [arena for arena in self._of(tags) if arena.released]
-        mapped: list[HostArena] = []
-        try:
-            for arena in wanted:
-                arena.map_pages()
-                mapped.append(arena)
-            for arena in mapped:
-                if arena.backup is not None:
-                    arena.backup.restore(arena)
-        except BaseException as error:
-            for arena in mapped:
-                arena.drop_pages()
-            if not isinstance(error, (MemoryFault, OSError)):
-                raise
-            free = os.sysconf("SC_AVPHYS_PAGES") * PAGE
-            needed = sum(a.size for a in wanted)
-            raise ResumeOutOfMemory(",".join(tags), needed, free) from error
-        for arena in mapped:  # backups are dropped last, when nothing can fail any more
-            if arena.backup is not None:
-                arena.backup.close()
-                arena.backup = None
-        report = self.memory()
-        now = _resident(report)
-        return msgspec.structs.replace(report, mapped=sum(now[a.tag, a.group] for a in mapped))
+        names = [tag.encode() for tag in checked(tags)]
+        outcome = Outcome()
+        array = (ctypes.c_char_p * len(names))(*names)
+        code = self.lib.hb_pool_resume(self.number, array, len(names), outcome)
+        if code == Code.NOMEM:
+            raise ResumeOutOfMemory(
+                ",".join(tags), outcome.needed, outcome.free, where=outcome.message
+            )
+        self.check(code, outcome)
+        return msgspec.structs.replace(self.memory(), mapped=outcome.mapped)
 
     def memory(self) -> MemoryReport:
+        count = ctypes.c_uint64()
         with self._lock:
-            return self._report(
-                {k: resident_pages(a.address, a.size) for k, a in self._arenas.items()}
-            )
+            known = dict(self._arenas)
+        infos = (ArenaInfo * (len(known) + 16))()  # some may come meanwhile; they are not known
+        if self.lib.hb_pool_look(self.number, infos, len(infos), count):
+            return MemoryReport(measured_by=self.measured_by)  # closed
+        found = []
+        for info in infos[: count.value]:
+            arena = known.get(info.arena)
+            if arena is not None:
+                found.append(
+                    ArenaReport(arena.tag, arena.group, arena.size, info.resident, info.backup)
+                )
+        return MemoryReport(tuple(found), measured_by=self.measured_by)
 
     def audit(self) -> MemoryReport:
-        """As :meth:`memory`, counted by ``/proc/self/smaps``."""
+        """As :meth:`memory`, counted by ``/proc/self/smaps`` where it is this process's memory."""
+        report = self.memory()
+        if self.driver != "host":
+            return report
         with self._lock:
-            counted = resident_bytes({"/".join(k): a.range for k, a in self._arenas.items()})
-            return self._report({k: counted["/".join(k)] for k in self._arenas})
-
-    def _report(self, counted: Mapping[tuple[str, str], int]) -> MemoryReport:
-        return MemoryReport(
-            tuple(
-                ArenaReport(
-                    a.tag,
-                    a.group,
-                    a.size,
-                    counted[k],
-                    a.backup.nbytes if a.backup else 0,
-                )
-                for k, a in self._arenas.items()
-            )
+            ranges = {
+                f"{a.tag}/{a.group}": (a.address, a.address + a.size) for a in self._arenas.values()
+            }
+        counted = resident_bytes(ranges)
+        arenas = tuple(
+            msgspec.structs.replace(a, resident=counted.get(f"{a.tag}/{a.group}", 0))
+            for a in report.arenas
         )
+        return msgspec.structs.replace(report, arenas=arenas)
 
     def check_invariants(self) -> None:
         # Nothing may run meanwhile, so the two ways of counting agree, but for pages of zeros.
+        outcome = Outcome()
+        assert not self.lib.hb_pool_check(self.number, outcome), outcome.message
         reports = self.memory().arenas
         for counted, report in zip(self.audit().arenas, reports, strict=True):
             assert counted.resident <= report.resident, "smaps counts more than the page tables"
-            arena = self._arenas[report.tag, report.group]
-            assert report.resident <= arena.size, f"{report} counts pages that are not its own"
-            if arena.released:
-                assert report.resident == 0, f"{report} is released and resident"
-                assert arena.backup is not None, f"{report} is released and kept no state"
-            else:
-                assert arena.backup is None, f"{report} is mapped and still has a backup"
+            assert report.resident <= report.reserved, f"{report} counts pages that are not its own"
 
     def close(self) -> None:
-        for arena in list(self._arenas.values()):
-            self.drop(arena)
-
-    def _of(self, tags: Collection[str]) -> list[HostArena]:
-        if isinstance(tags, str):
-            raise SessionError(f"tags must be a list, not the string {tags!r}")
+        self.lib.hb_pool_close(self.number)
         with self._lock:
-            return [a for a in self._arenas.values() if a.tag in tags]
+            arenas, self._arenas = list(self._arenas.values()), {}
+        for arena in arenas:
+            arena.forget()
+
+    # -- the fake driver ----------------------------------------------------------------------
+
+    def fail(self, function: str, nth: int = 1, code: Code = Code.DRIVER) -> None:
+        """Fake driver: the nth call of ``function`` from now on fails. 0: none does."""
+        assert not self.lib.hb_fake_fail(self.number, function.encode(), nth, code)
+
+    def lie(self, nbytes: int, *, after: int, looks: int) -> None:
+        """Fake driver: ``after`` honest answers, then free memory is told too low."""
+        assert not self.lib.hb_fake_lie(self.number, nbytes, after, looks)
+
+    def count(self, what: str) -> int:
+        """Fake driver: calls of a function, or live ranges, memory, maps, stores, bytes."""
+        return int(self.lib.hb_fake_count(self.number, what.encode()))
+
+    def check(self, code: int, outcome: Outcome) -> None:
+        """The error that a code stands for.
+
+        :raises MemoryFault: or one of its kinds.
+        """
+        if code == Code.OK:
+            return
+        text = outcome.message or self.lib.hb_strerror(code).decode()
+        if code == Code.HOST_NOMEM:
+            raise HostOutOfMemory(outcome.needed, outcome.free, where=text)
+        if code in (Code.NOMEM, Code.FULL) and str(outcome.needed) not in text:
+            text += f": {outcome.needed} bytes are needed and {outcome.free} are free"
+        if code == Code.INCOMPLETE:
+            raise ReleaseIncomplete(outcome.expected, outcome.freed, where=text)
+        raise MemoryFault(text)
 
 
-def _resident(report: MemoryReport) -> dict[tuple[str, str], int]:
-    return {(a.tag, a.group): a.resident for a in report.arenas}
+class HostPool(NativePool):
+    """A pool in this process's own anonymous memory.
+
+    :param backup_dir: where backups are written (default: the system's temporary folder).
+    """
+
+    def __init__(self, backup_dir: Path | None = None) -> None:
+        super().__init__("host", backup_dir=backup_dir or Path(tempfile.gettempdir()))
+
+
+def host_pool(backup_dir: Path | None = None) -> MemoryPool:
+    """A pool in this process's memory; without the native library one that cannot release."""
+    try:
+        return HostPool(backup_dir)
+    except native.NativeUnavailable as error:
+        return PlainPool(error)

@@ -1,7 +1,9 @@
 """The Python face of csrc: finds the shared library and gives every function its signature.
 
 The library has a C ABI and is bound with ctypes, so neither torch nor a compiler is needed to use
-it. All ``argtypes`` and ``restype`` are set in :func:`_bind` and nowhere else.
+it. All ``argtypes`` and ``restype`` are set in :func:`_bind`, those of the pool in
+:mod:`hotbunk.rollout.native_pool`, those of the kernels in :mod:`hotbunk.rollout.native_kernels`, and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from pathlib import Path
 from typing import Final
 
 import hotbunk
+from hotbunk.rollout import native_kernels, native_pool
 from hotbunk.rollout.errors import HotbunkError
+from hotbunk.rollout.native_kernels import Kernels
 
 __all__ = ["ABI_VERSION", "Native", "NativeUnavailable", "available", "load", "path"]
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 3
 """``HB_ABI_VERSION`` of csrc/include/hotbunk.h that this file was written against."""
 
 _FILE_NAME: Final = (
@@ -57,6 +61,11 @@ class Native:
         if size < 0:
             raise OSError("the system does not report its page size")
         return size
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernels."""
+        return Kernels(self.lib)
 
 
 def path() -> Path:
@@ -101,7 +110,7 @@ def load() -> Native:
 
 
 def _bind(lib: ctypes.CDLL, file: Path) -> None:
-    """Set every signature of csrc/include/hotbunk.h, after asking which ABI the file speaks."""
+    """Set every signature of csrc/include, after asking which ABI the file speaks."""
     try:
         lib.hb_abi_version.argtypes = []
         lib.hb_abi_version.restype = ctypes.c_int32
@@ -116,6 +125,8 @@ def _bind(lib: ctypes.CDLL, file: Path) -> None:
         lib.hb_version.restype = ctypes.c_char_p
         lib.hb_page_size.argtypes = []
         lib.hb_page_size.restype = ctypes.c_int64
+        native_pool.bind(lib)
+        native_kernels.bind(lib)
     except AttributeError as error:
         raise NativeUnavailable(
             f"the native library lacks a function: {error}",

@@ -66,6 +66,22 @@ for wanted in py.typed rollout/__init__.py checkpoint_engine/__init__.py trainer
     _native/libhotbunk_native.so; do
     grep -qx "hotbunk/$wanted" "$work/names" || { echo "not in the wheel: hotbunk/$wanted" >&2; exit 1; }
 done
+if grep -E 'fake_cuda|pool_test' "$work/names"; then
+    echo 'in the wheel by mistake: what belongs to the tests' >&2
+    exit 1
+fi
+# Drivers are opened when asked for: one wheel serves machines with and without them.
+"$python" -m zipfile -e "$wheel" "$work/opened"
+if command -v readelf >/dev/null &&
+    readelf -d "$work/opened/hotbunk/_native/libhotbunk_native.so" | grep NEEDED | grep -Ei 'cuda|ascend|torch|python'; then
+    echo 'the native library is linked against a driver' >&2
+    exit 1
+fi
+# The CUDA kernels ship where they could be compiled.
+if command -v nvcc >/dev/null; then
+    grep -qx hotbunk/_native/hotbunk_kernels.fatbin "$work/names" ||
+        { echo 'not in the wheel: the CUDA kernels, although there is an nvcc' >&2; exit 1; }
+fi
 # Every tracked Python, YAML and JSON file of the package's folders must be there.
 for folder in rollout checkpoint_engine trainer_hooks configs benchmarks tests/conformance src/hotbunk/cli; do
     find "$folder" -name __pycache__ -prune -o -type f \( -name '*.py' -o -name '*.yaml' -o -name '*.json' \) -print
@@ -122,6 +138,17 @@ if os.environ["NATIVE"] == "1":
     found = native.load()
     assert found.version == hotbunk.__version__, (found.version, hotbunk.__version__)
     assert found.page_size == os.sysconf("SC_PAGESIZE")
+    from hotbunk.rollout.contract import Retention
+    from hotbunk.rollout.memory import HostPool
+
+    pool = HostPool()
+    arena = pool.arena("weights", 1 << 20)
+    arena.add("w", 5)
+    arena.view()[:5] = b"bytes"
+    assert pool.release(["weights"], Retention.BACKUP).resident() == 0
+    pool.resume(["weights"])
+    assert bytes(arena.view()[:5]) == b"bytes"
+    pool.close()
     shown = f"native {found.version}, ABI {found.abi_version}, pages of {found.page_size} bytes"
 else:
     assert not native.available()
@@ -131,6 +158,18 @@ else:
         assert "HOTBUNK_PURE" in str(error), error
     else:
         raise AssertionError("a pure wheel loaded a native library")
+    from hotbunk.rollout.contract import Retention
+    from hotbunk.rollout.errors import Unsupported
+    from hotbunk.rollout.memory import host_pool
+
+    pool = host_pool()
+    pool.arena("weights", 1 << 20)
+    try:
+        pool.release(["weights"], Retention.BACKUP)
+    except Unsupported as error:
+        assert "HOTBUNK_PURE" in str(error), error
+    else:
+        raise AssertionError("a pure wheel claims to release")
     shown = "pure"
 loaded = [name for name in heavy if name in sys.modules]
 assert not loaded, f"hotbunk.rollout.native loads {loaded}"

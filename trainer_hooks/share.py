@@ -12,10 +12,10 @@ import threading
 import torch
 from torch import nn
 
-from hotbunk.rollout.binding import ModuleBinding
+from hotbunk.rollout.arena import ALIGN, MemoryPool, Survival
+from hotbunk.rollout.binding import ModuleBinding, tensor_over
 from hotbunk.rollout.contract import MemoryReport, Retention
 from hotbunk.rollout.errors import Unsupported
-from hotbunk.rollout.memory import ALIGN, MemoryPool
 
 TAG = "trainer"
 _KEPT = {
@@ -52,9 +52,11 @@ class PooledTrainer:
         def zeros(arena_name: str, like: torch.Tensor, name: str) -> torch.Tensor:
             if not like.numel():
                 return torch.zeros_like(like)
-            arena = grads if arena_name == "grads" else moments
-            region = arena.add(name, like.numel() * like.element_size())
-            return torch.frombuffer(arena.view(region), dtype=like.dtype).view(like.shape)
+            arena, survival = moments, Survival.CONTENT
+            if arena_name == "grads":
+                arena, survival = grads, Survival.ZERO
+            region = arena.add(name, like.numel() * like.element_size(), survival)
+            return tensor_over(pool, arena, region, like.dtype).view(like.shape)
 
         for index, parameter in enumerate(parameters):
             parameter.grad = zeros("grads", parameter, f"{index}")

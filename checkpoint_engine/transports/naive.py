@@ -16,9 +16,10 @@ import torch
 from hotbunk.checkpoint_engine.bucket import Packer, bucket_size, check_bucket_bytes
 from hotbunk.checkpoint_engine.source import WeightSource
 from hotbunk.checkpoint_engine.transports.base import Offer, Transport
+from hotbunk.rollout.arena import Arena, MemoryPool
+from hotbunk.rollout.binding import tensor_over
 from hotbunk.rollout.contract import Bucket, Manifest, ReceiverLayout, Ticket, Transfer
 from hotbunk.rollout.errors import SessionError, TransferFailed
-from hotbunk.rollout.memory import Arena, MemoryPool
 
 BUCKET_TAG = "bucket"
 CLOSE_WAIT = 30.0  # seconds to wait for a source that was cut off in the middle of a tensor
@@ -56,7 +57,7 @@ class NaiveOffer(Offer):
             return torch.empty(size, dtype=torch.uint8)
         self._arena = self._pool.arena(BUCKET_TAG, size, self.address)
         region = self._arena.add("bucket", size)
-        return torch.frombuffer(self._arena.view(region), dtype=torch.uint8)
+        return tensor_over(self._pool, self._arena, region)
 
     async def fill(self, packer: Packer) -> Bucket | None:
         """The next bucket, packed off the event loop: it takes longer than a loop may stand still.

@@ -253,7 +253,7 @@ async def test_the_share_lies_in_the_pool_and_gradients_come_back_as_zeros(
     optimizer = torch.optim.AdamW(model.parameters())
     share = PooledTrainer(model, optimizer, pool, offload=True)
     step(model, optimizer, 0)
-    ranges = [(a.address, a.address + a.size) for a in pool._arenas.values()]
+    ranges = [(a.address, a.address + a.size) for a in pool.arenas()]
     size = sum(p.numel() for p in model.parameters()) * 4
     for parameter in model.parameters():
         for tensor in (parameter, parameter.grad, optimizer.state[parameter]["exp_avg"]):

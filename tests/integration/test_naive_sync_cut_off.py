@@ -186,7 +186,7 @@ async def test_cancelled_in_the_middle_leaves_a_poisoned_replica_and_no_bucket(
     source.go.set()
     with pytest.raises(asyncio.CancelledError):
         await sync
-    assert not pool._arenas
+    assert not pool.arenas()
     status = await target.status()
     assert (status.health, status.groups) == (Health.POISONED, {"target": "DIRTY"})
     assert status.is_paused, "nobody may start on half-written weights"
@@ -212,7 +212,7 @@ async def test_a_write_that_is_under_way_ends_before_the_sync_does(
                 writing.set()
                 go.wait(20)
                 result = call()
-                seen.append(bool(pool._arenas))
+                seen.append(bool(pool.arenas()))
                 return result
 
             return command(slow)
@@ -223,13 +223,13 @@ async def test_a_write_that_is_under_way_ends_before_the_sync_does(
     await asyncio.to_thread(writing.wait, 10)
     sync.cancel()
     await asyncio.sleep(0.05)
-    assert pool._arenas
+    assert pool.arenas()
     assert not sync.done()
     go.set()
     with pytest.raises(asyncio.CancelledError):
         await sync
     assert seen == [True]
-    assert not pool._arenas
+    assert not pool.arenas()
     assert (await target.status()).health is Health.POISONED
 
 
@@ -305,7 +305,7 @@ async def test_a_source_slower_than_the_deadline_poisons_and_the_bucket_goes_bac
     report = await sync
     outcome = report.outcomes[0]
     assert (outcome.outcome, outcome.error_type) == (Outcome.POISONED, "DeadlineExceeded")
-    assert not pool._arenas
+    assert not pool.arenas()
 
 
 async def test_buckets_are_given_back_after_success_refusal_and_failure(
@@ -321,10 +321,10 @@ async def test_buckets_are_given_back_after_success_refusal_and_failure(
 
     good = kit.source(tiny(seed=1))
     await manager.update_weights(good, Version(0, 1))
-    assert not pool._arenas
+    assert not pool.arenas()
     await failed(manager.update_weights(kit.source(tiny("qwen3")), Version(0, 2)))
-    assert not pool._arenas
+    assert not pool.arenas()
     await failed(
         manager.update_weights(Breaking(good), Version(0, 2), policy=SyncPolicy(bucket_bytes=512))
     )
-    assert not pool._arenas
+    assert not pool.arenas()

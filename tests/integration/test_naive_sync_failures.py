@@ -65,7 +65,12 @@ async def state_of(replica: Replica) -> Mapping[str, object]:
         "pauses": [(p.owner, p.mode) for p in status.pauses],
         "health": status.health,
         "weights": memory.resident(Tag.WEIGHTS) > 0,
-        "kv mapped": not replica.backend._runner.pool._arenas[Tag.KV_CACHE, ""].released,  # type: ignore[attr-defined]
+        "kv mapped": [
+            a.released
+            for a in replica.backend._runner.pool.arenas()  # type: ignore[attr-defined]
+            if a.tag == Tag.KV_CACHE
+        ]
+        == [False],
         "backup": memory.backup(),
     }
 

@@ -164,7 +164,8 @@ async def test_kv_of_an_awake_engine_is_released_only_where_the_policy_says_alwa
     target, log, kv = await replica(tiny(seed=0)), list[str](), list[bool]()
 
     async def sample() -> None:
-        kv.append(target.backend._runner.pool._arenas[Tag.KV_CACHE, ""].released)
+        arenas = target.backend._runner.pool.arenas()
+        kv.extend(a.released for a in arenas if a.tag == Tag.KV_CACHE)
 
     policy = SyncPolicy(bucket_bytes=BUCKET, release_kv=offload_kv)
     manager = CheckpointEngineManager(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotbunk.rollout import kernels
+from hotbunk.rollout import fallbacks
 from hotbunk.rollout.fingerprint import BLOCK, MASK, fingerprint_bytes
 from hotbunk.rollout.kernels import as_bytes, fingerprint
 
@@ -38,7 +38,7 @@ def test_data_that_is_not_aligned_in_memory(offset: int) -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 4098])
 def test_more_than_one_round_of_scratch(monkeypatch: pytest.MonkeyPatch, start: int) -> None:
-    monkeypatch.setattr(kernels, "_BLOCKS_AT_ONCE", 2)
+    monkeypatch.setattr(fallbacks, "_BLOCKS_AT_ONCE", 2)
     data = random_bytes(7 * BLOCK_BYTES + 3)
     assert fingerprint(data, start) == fingerprint_bytes(data.numpy().tobytes(), start)
 

@@ -17,7 +17,7 @@ from hotbunk.rollout.errors import (
     MemoryFault,
     SessionError,
 )
-from hotbunk.rollout.memory import ALIGN, PAGE, HostArena, HostPool, Survival
+from hotbunk.rollout.memory import ALIGN, PAGE, HostPool, NativeArena, Survival
 
 MIB = 1 << 20
 BACKUP, DISCARD, RESIDENT = Retention.BACKUP, Retention.DISCARD, Retention.RESIDENT
@@ -30,7 +30,7 @@ def pool(tmp_path: Path) -> Iterator[HostPool]:
     made.close()
 
 
-def filled(pool: HostPool, tag: str, group: str = "", *, size: int = 4 * MIB) -> HostArena:
+def filled(pool: HostPool, tag: str, group: str = "", *, size: int = 4 * MIB) -> NativeArena:
     """An arena with 2 MiB of content and two small regions of state, all of it random."""
     arena = pool.arena(tag, size, group)
     arena.add("content", 2 * MIB)
@@ -41,7 +41,7 @@ def filled(pool: HostPool, tag: str, group: str = "", *, size: int = 4 * MIB) ->
     return arena
 
 
-def content_of(arena: HostArena) -> dict[str, bytes]:
+def content_of(arena: NativeArena) -> dict[str, bytes]:
     return {name: bytes(arena.view(region)) for name, region in arena.regions.items()}
 
 

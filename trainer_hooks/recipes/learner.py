@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hotbunk.checkpoint_engine.source import TensorSource, module_source
-from hotbunk.rollout.memory import MemoryPool
+from hotbunk.rollout.arena import MemoryPool
 from hotbunk.trainer_hooks.recipes.config import TrainerConfig
 from hotbunk.trainer_hooks.recipes.grpo import Batch, grpo_loss, token_logprobs
 from hotbunk.trainer_hooks.recipes.models import load_model

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from hotbunk.rollout.arena import MemoryPool
 from hotbunk.rollout.handle import ReplicaHandle
-from hotbunk.rollout.memory import MemoryPool
 from hotbunk.trainer_hooks.hooks import TrainerShare
 from hotbunk.trainer_hooks.recipes.recorder import RunRecorder
 

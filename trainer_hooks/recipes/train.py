@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
 from pathlib import Path
 
+import msgspec
 import torch
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
@@ -20,7 +21,7 @@ from hotbunk.checkpoint_engine.policy import SyncReport
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import Completion, GenerateRequest, Sampling, Version, collect
 from hotbunk.rollout.handle import LocalHandle, ReplicaHandle
-from hotbunk.rollout.memory import HostPool
+from hotbunk.rollout.memory import host_pool
 from hotbunk.rollout.registry import create_backend, load_transport
 from hotbunk.rollout.replica import Replica
 from hotbunk.rollout.status import Deadlines
@@ -116,9 +117,13 @@ class _Job:
         bundle = load_bundle(plan.model_dir or _make_tiny(plan))
         recorder = RunRecorder(plan.run_dir, resume_step=plan.first_step if plan.resumed else None)
         stack.callback(recorder.close)
-        pool = HostPool()
+        pool = host_pool()
         stack.callback(pool.close)
-        learner = Learner(bundle.model_dir, config.trainer, pool)
+        trainer = config.trainer
+        if pool.cannot_release and trainer.offload:
+            log.warning("the trainer's memory is not released: %s", pool.cannot_release)
+            trainer = msgspec.structs.replace(trainer, offload=False)
+        learner = Learner(bundle.model_dir, trainer, pool)
         if plan.resumed is not None:
             checkpoint.load_optimizer(plan.resumed, learner.optimizer)
         replica = Replica(
@@ -127,6 +132,10 @@ class _Job:
         )
         stack.push_async_callback(replica.close)
         await replica.start()
+        frees, able = config.rollout.free_cache_engine, replica.capabilities.release
+        if frees and not able:
+            log.warning("the engine's memory is not released: %s", able.how)
+            frees = False
         handles = [LocalHandle(replica)]
         meter = MemoryMeter(handles, pool, recorder)
         manager = CheckpointEngineManager(
@@ -134,7 +143,7 @@ class _Job:
             load_transport(config.transport.name)(pool, meter.mark),
             deployment=config.rollout.deployment,
             policy=config.sync,
-            free_cache_engine=config.rollout.free_cache_engine,
+            free_cache_engine=frees,
             observer=_Observer(recorder),
         )
         hooks = TrainerHooks(manager, MeteredShare(learner.share, meter))

@@ -47,6 +47,10 @@ class BlockPool:
         """Blocks some request holds."""
         return self.count - self.available
 
+    def unused(self) -> list[int]:
+        """Blocks nobody holds, in order."""
+        return [block for block, users in enumerate(self._users) if not users]
+
     def take(self, n: int) -> list[int] | None:
         """``n`` blocks without content, or None if there are not so many."""
         if n > self.available:

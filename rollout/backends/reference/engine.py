@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Collection, Mapping
 from functools import partial
@@ -11,7 +12,7 @@ from typing import TypeVar
 
 import msgspec
 
-from hotbunk.rollout import errors
+from hotbunk.rollout import errors, native
 from hotbunk.rollout.backends.reference.blocks import BlockPool
 from hotbunk.rollout.backends.reference.generation import Generating
 from hotbunk.rollout.backends.reference.options import ReferenceOptions
@@ -43,6 +44,7 @@ from hotbunk.rollout.contract import (
     UpdateReport,
     Version,
     parse_tags,
+    unsupported,
 )
 from hotbunk.rollout.fingerprint import KIND
 from hotbunk.rollout.intake import check_offer
@@ -52,20 +54,39 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+def _capabilities(options: ReferenceOptions) -> Capabilities:
+    """What this engine does in this install: only the native library gives memory back."""
+    found = Capabilities(
+        backend="reference",
+        layout=NATIVE,
+        adapter=NATIVE,
+        keep_kv=NATIVE,
+        caches=frozenset({Cache.PREFIX}) if options.enable_prefix_caching else frozenset(),
+        positional_draws=True,
+    )
+    try:
+        native.load()
+    except native.NativeUnavailable as error:
+        lacking = unsupported(str(error))
+        return dataclasses.replace(
+            found,
+            release=lacking,
+            release_kv_cache=lacking,
+            keep_release=lacking,
+            keep_kv=lacking,
+            retentions=frozenset({Retention.RESIDENT}),
+            memory_measured_by="accounting",
+        )
+    return found
+
+
 class ReferenceEngine(Generating):
     """See :mod:`hotbunk.rollout.backends.reference`. Every rule is kept in the engine itself."""
 
     def __init__(self, options: ReferenceOptions) -> None:
         super().__init__()
         self.options = options
-        self.capabilities = Capabilities(
-            backend="reference",
-            layout=NATIVE,
-            adapter=NATIVE,
-            keep_kv=NATIVE,
-            caches=frozenset({Cache.PREFIX}) if options.enable_prefix_caching else frozenset(),
-            positional_draws=True,
-        )
+        self.capabilities = _capabilities(options)
         self._stash: KVStash | None = None
 
     async def start(self) -> None:
@@ -295,6 +316,7 @@ class ReferenceEngine(Generating):
             if not self._stash.held:
                 self._forget_stash()
         self._scheduler.outdated(concerned)
+        self._runner.zero_kv(self._scheduler.pool.unused())
 
     # -- looking ------------------------------------------------------------------------------
 

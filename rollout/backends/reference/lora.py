@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from hotbunk.rollout import errors
-from hotbunk.rollout.binding import dtype_name
+from hotbunk.rollout.arena import ALIGN, Arena, MemoryPool
+from hotbunk.rollout.binding import dtype_name, tensor_over
 from hotbunk.rollout.contract import ADAPTER_PREFIX, Manifest, Placement, Tag
-from hotbunk.rollout.memory import ALIGN, Arena, MemoryPool
 
 _NAME = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight$")
 
@@ -107,7 +107,7 @@ class AdapterBank:
         adapter = Adapter(arena, {})
         for tensor_name, shape in shapes.items():
             region = arena.add(tensor_name, sizes[tensor_name])
-            tensor = torch.frombuffer(arena.view(region), dtype=self._dtype).view(shape)
+            tensor = tensor_over(self._pool, arena, region, self._dtype).view(shape)
             adapter.tensors[tensor_name] = tensor
             found = _NAME.match(tensor_name)
             assert found is not None

@@ -8,23 +8,24 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hotbunk.rollout import errors
+from hotbunk.rollout.arena import Survival
 from hotbunk.rollout.backends.reference.attention import StepContext
 from hotbunk.rollout.backends.reference.lora import AdapterBank
 from hotbunk.rollout.backends.reference.options import ReferenceOptions
 from hotbunk.rollout.backends.reference.sampler import Drawn, draw
 from hotbunk.rollout.backends.reference.scheduler import Plan, Sequence
 from hotbunk.rollout.backends.reference.weights import load_model
-from hotbunk.rollout.binding import ModuleBinding, dtype_from
+from hotbunk.rollout.binding import ModuleBinding, dtype_from, tensor_over
 from hotbunk.rollout.contract import TARGET, Tag
-from hotbunk.rollout.kernels import as_bytes, fingerprint
-from hotbunk.rollout.memory import HostPool
+from hotbunk.rollout.kernels import as_bytes, fingerprints, kv_gather, kv_scatter, kv_zero
+from hotbunk.rollout.memory import host_pool
 
 
 class ModelRunner:
@@ -32,7 +33,7 @@ class ModelRunner:
 
     def __init__(self, options: ReferenceOptions) -> None:
         self._backup_dir = options.backup_dir or tempfile.gettempdir()
-        self.pool = HostPool(Path(self._backup_dir))
+        self.pool = host_pool(Path(self._backup_dir))
         self._block_size = options.block_size
         self.blocks = options.kv_cache_tokens // options.block_size
         self.model = load_model(options)
@@ -49,9 +50,10 @@ class ModelRunner:
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (config.num_hidden_layers, 2, self.blocks * self._block_size, heads, dim)
         nbytes = dtype.itemsize * math.prod(shape)
-        arena = self.pool.arena(Tag.KV_CACHE, nbytes)
-        region = arena.add("kv", nbytes)
-        return torch.frombuffer(arena.view(region), dtype=dtype).view(shape)
+        self._kv_arena = self.pool.arena(Tag.KV_CACHE, nbytes)
+        # Never read undefined after a wake.
+        region = self._kv_arena.add("kv", nbytes, Survival.ZERO)
+        return tensor_over(self.pool, self._kv_arena, region, dtype).view(shape)
 
     @torch.inference_mode()
     def step(self, plan: Plan) -> list[Drawn | None]:
@@ -89,19 +91,23 @@ class ModelRunner:
         :raises HostOutOfMemory: there is no room for it.
         """
         stash = KVStash(self._backup_dir, {s for s in sequences if s.computed})
-        for block in stash.blocks:
-            stash.save(self._block(block))
+        for _, blocks in stash.groups():
+            size = self._block_size
+            stash.save(kv_gather(self._kv, blocks, size, len(blocks) * size))
         return stash
 
     def restore_kv(self, stash: KVStash) -> None:
         """Copy it back to where it was. :raises MemoryFault, OSError: it cannot be read."""
-        for at, block in enumerate(stash.blocks):
-            place = self._block(block)
-            place.copy_(stash.load(at, place))
+        layers, planes, _, *row = self._kv.shape
+        for first, blocks in stash.groups():
+            shape = (layers, planes, len(blocks) * self._block_size, *row)
+            saved = stash.load(first, len(blocks), shape, self._kv.dtype)
+            kv_scatter(self._kv, blocks, self._block_size, saved)
 
-    def _block(self, block: int) -> torch.Tensor:
-        """A block's KV [layers, 2, tokens, heads, head_dim], as it lies in the arena."""
-        return self._kv[:, :, block * self._block_size : (block + 1) * self._block_size]
+    def zero_kv(self, blocks: list[int]) -> None:
+        """Leave nothing in these blocks. Memory that is released has nothing left anyway."""
+        if not self._kv_arena.released:
+            kv_zero(self._kv, blocks, self._block_size)
 
     def digest(self, names: Collection[str] | None) -> dict[str, int]:
         """Fingerprints of all state, or of ``names``."""
@@ -110,12 +116,16 @@ class ModelRunner:
         unknown = set(chosen) - known.keys()
         if unknown:
             raise errors.UnknownNames(unknown)
-        return {name: fingerprint(known[name]) for name in chosen}
+        found = fingerprints([(known[name], 0) for name in chosen])
+        return dict(zip(chosen, found, strict=True))
 
     def close(self) -> None:
         """Let go of the model, then of its memory."""
         del self.model, self.binding, self.adapters, self._kv
         self.pool.close()
+
+
+_TOGETHER = 64  # blocks that are saved and read at a time
 
 
 class KVStash:
@@ -134,9 +144,14 @@ class KVStash:
         except OSError as error:
             raise errors.HostOutOfMemory(0, 0, where=str(error)) from error
 
-    def save(self, block: torch.Tensor) -> None:
-        """Append the next block. :raises HostOutOfMemory: no room; the stash is closed."""
-        data = as_bytes(block.contiguous()).numpy().data
+    def groups(self) -> Iterator[tuple[int, list[int]]]:
+        """The blocks, a few at a time, with the place of each group's first."""
+        for first in range(0, len(self.blocks), _TOGETHER):
+            yield first, self.blocks[first : first + _TOGETHER]
+
+    def save(self, rows: torch.Tensor) -> None:
+        """Append the next group. :raises HostOutOfMemory: no room; the stash is closed."""
+        data = as_bytes(rows).numpy().data
         try:
             self._file.write(data)
             self._file.flush()
@@ -145,17 +160,19 @@ class KVStash:
             raise errors.HostOutOfMemory(data.nbytes, 0, where=str(error)) from error
         self.nbytes += data.nbytes
 
-    def load(self, at: int, like: torch.Tensor) -> torch.Tensor:
-        """Read the block at that place among ``blocks``, shaped as ``like``.
+    def load(
+        self, first: int, count: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Read a group of ``count`` blocks, the first at that place among ``blocks``.
 
         :raises MemoryFault: it is not all there.
         """
-        wanted = like.numel() * like.element_size()
-        self._file.seek(at * wanted)
+        wanted = math.prod(shape) * dtype.itemsize
+        self._file.seek(first * (wanted // count))
         data = bytearray(self._file.read(wanted))
         if len(data) != wanted:
             raise errors.MemoryFault("saved KV is cut short")
-        return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
+        return torch.frombuffer(data, dtype=dtype).view(shape)
 
     def close(self) -> None:
         """Forget it."""

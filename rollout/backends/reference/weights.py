@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hotbunk.rollout.backends.reference.options import ReferenceOptions
 from hotbunk.rollout.binding import content_key, dtype_from
 from hotbunk.rollout.contract import Bucket, Manifest
 from hotbunk.rollout.intake import Intake
-from hotbunk.rollout.kernels import as_bytes, fingerprint
+from hotbunk.rollout.kernels import as_bytes, copy_many, fingerprints
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
@@ -34,6 +35,13 @@ class Writer:
             self._targets.append([(as_bytes(t), taken.get(key, "")) for key, t in places.items()])
             for key in places:
                 taken.setdefault(key, spec.name)
+        spans = sorted(
+            (t.data_ptr(), t.data_ptr() + t.numel())
+            for places in self._targets
+            for t, earlier in places
+            if not earlier and t.numel()
+        )
+        self._nested = any(low < end for (_, end), (low, _) in itertools.pairwise(spans))
         self.intake = Intake(manifest, [places[0][0].numel() for places in self._targets])
 
     @torch.no_grad()
@@ -49,23 +57,36 @@ class Writer:
             if view.readonly:  # torch wants buffers it could write to
                 view = memoryview(bytearray(view))
             data = torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0)
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        ties: list[tuple[torch.Tensor, torch.Tensor, set[str]]] = []
         for entry in self.intake.check(bucket, data.numel()):
             piece = data[entry.offset : entry.offset + entry.nbytes]
             for target, earlier in self._targets[entry.index]:
                 place = target[entry.start : entry.start + entry.nbytes]
-                if not earlier:
-                    place.copy_(piece)
-                elif not torch.equal(place, piece):
-                    spec = self._manifest.tensors[entry.index]
-                    raise errors.TiedMismatch({spec.name, earlier})
+                if earlier:
+                    name = self._manifest.tensors[entry.index].name
+                    ties.append((place, piece, {name, earlier}))
+                else:
+                    copies.append((place, piece))
+        if self._nested:  # parts of one another: the last one wins
+            for place, piece in copies:
+                place.copy_(piece)
+        else:
+            copy_many(copies)
+        for place, piece, names in ties:
+            if not torch.equal(place, piece):
+                raise errors.TiedMismatch(names)
 
     def differing(self, expected: Mapping[str, int]) -> list[str]:
         """Names whose content in the arena is not what was sent."""
-        return [
-            spec.name
+        held = [
+            (spec.name, target)
             for spec, targets in zip(self._manifest.tensors, self._targets, strict=True)
-            if any(fingerprint(t) != expected.get(spec.name) for t, _ in targets)
+            for target, _ in targets
         ]
+        found = fingerprints([(target, 0) for _, target in held])
+        pairs = zip(held, found, strict=True)
+        return list(dict.fromkeys(name for (name, _), one in pairs if one != expected.get(name)))
 
 
 def load_model(options: ReferenceOptions) -> Any:

@@ -72,6 +72,31 @@ def conformance(
     run(backend, level=level, settings=settings or [], seed=seed, out=out)
 
 
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="Which one: kernels or pool.")],
+    json: Annotated[Path | None, typer.Option(help="The file to write the rows into.")] = None,
+    md: Annotated[
+        Path | None,
+        typer.Option(help="A document, such as docs/benchmarks.md, to put the table into."),
+    ] = None,
+) -> None:
+    """Measure against others doing the same work, and against the machine's limit."""
+    from hotbunk.cli.bench import run
+
+    run(name, json=json, md=md)
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="A JSON list of findings.")] = False,
+) -> None:
+    """Say what works on this machine: drivers, kernels, backends, transports; and what would help."""
+    from hotbunk.cli.doctor import run
+
+    run(json=json)
+
+
 def main() -> None:
     """The entry point: typed errors become one sentence and an exit code.
 

@@ -21,10 +21,10 @@ from hotbunk.conformance.kit import (
     text_of,
 )
 from hotbunk.conformance.under_test import BackendUnderTest, Tensors
+from hotbunk.rollout.arena import Survival
 from hotbunk.rollout.backends.reference.engine import ReferenceEngine
 from hotbunk.rollout.contract import ADAPTER_PREFIX, TARGET, Engine, Tag
 from hotbunk.rollout.kernels import as_bytes
-from hotbunk.rollout.memory import Survival
 from hotbunk.rollout.registry import create_backend
 
 

@@ -1,0 +1,180 @@
+// Private anonymous memory of this process, in huge pages from a threshold on.
+//
+// Memory is made populated at an address of its own and moved into its range by mremap, and out of
+// it again. So "create everything, then map everything" means here what it means on a GPU, and a
+// release that fails half way moves pages back instead of having lost them.
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "driver.h"
+#include "parallel.h"
+#include "ranges.h"
+
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4
+#endif
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace hb {
+namespace {
+
+// Smaller arenas would round up to huge pages what they really use.
+constexpr uint64_t kHugeFrom = uint64_t{32} << 20;
+
+class HostDriver : public Driver {
+ public:
+  HostDriver() {
+    granularity = page_size();
+    kind = "anonymous";
+  }
+
+  Status reserve(uint64_t size, uint64_t *address) override {
+    return ranges_.reserve(size, 0, address);
+  }
+
+  void unreserve(uint64_t address) override { ranges_.unreserve(address); }
+
+  Status create(uint64_t, uint64_t size, uint64_t *handle) override {
+    // The kernel would rather kill somebody than refuse, so it is asked before.
+    uint64_t free = 0, total = 0;
+    host_memory(&free, &total);
+    if (total && size > free) return short_of(size, free, ENOMEM);
+    void *memory = spare(size);
+    if (memory == MAP_FAILED) return short_of(size, free, errno);
+    int error = mprotect(memory, size, PROT_READ | PROT_WRITE) ? errno : 0;
+    if (!error && size >= kHugeFrom) madvise(memory, size, MADV_HUGEPAGE);  // a hint: may be absent
+    if (!error) error = populate(memory, size);
+    if (error) {
+      munmap(memory, size);
+      return short_of(size, free, error);
+    }
+    *handle = reinterpret_cast<uint64_t>(memory);
+    return {};
+  }
+
+  Status destroy(uint64_t size, uint64_t handle) override {
+    // Freeing pages is the work, and madvise lets several threads do it; munmap does not.
+    in_chunks(size, [=](uint64_t at, uint64_t n) {
+      madvise(pointer(handle + at), n, MADV_DONTNEED);
+      return 0;
+    });
+    if (munmap(pointer(handle), size)) return Status::system("munmap", errno);
+    return {};
+  }
+
+  Status map(uint64_t address, uint64_t size, uint64_t *handle) override {
+    if (mprotect(pointer(*handle), size, PROT_READ | PROT_WRITE))
+      return Status::system("mprotect", errno);
+    if (mremap(pointer(*handle), size, size, MREMAP_MAYMOVE | MREMAP_FIXED, pointer(address)) ==
+        MAP_FAILED)
+      return Status::system("mremap", errno);
+    *handle = address;
+    return {};
+  }
+
+  Status unmap(uint64_t address, uint64_t size, uint64_t *handle) override {
+    void *there = spare(size);
+    if (there == MAP_FAILED) return Status::system("mmap", errno);
+    // Fenced first: nobody may write into pages that are about to move.
+    int error = mprotect(pointer(address), size, PROT_NONE) ? errno : 0;
+    if (!error && !move_out(address, size, there)) error = errno;
+    if (error) {
+      mprotect(pointer(address), size, PROT_READ | PROT_WRITE);
+      munmap(there, size);
+      return Status::system("mremap", error);
+    }
+    *handle = reinterpret_cast<uint64_t>(there);
+    return {};
+  }
+
+  void abandon(uint64_t address, uint64_t size, uint64_t) override {
+    // It stays writable until the addresses go: somebody may still hold a view.
+    madvise(pointer(address), size, MADV_DONTNEED);
+  }
+
+  Status to_host(void *to, uint64_t from, uint64_t size) override {
+    memcpy(to, pointer(from), size);
+    return {};
+  }
+
+  Status from_host(uint64_t to, const void *from, uint64_t size) override {
+    memcpy(pointer(to), from, size);
+    return {};
+  }
+
+  Status zero(uint64_t to, uint64_t size) override {
+    memset(pointer(to), 0, size);
+    return {};
+  }
+
+  Status sync() override { return {}; }
+
+  Status info(uint64_t *free, uint64_t *total) override {
+    host_memory(free, total);
+    return {};
+  }
+
+  // From the page tables: cheap enough for every verb, where smaps walks the whole process.
+  uint64_t resident(uint64_t address, uint64_t size, uint64_t handle) override {
+    uint64_t pages = size / page_size(), count = 0;
+    std::vector<unsigned char> flags(pages);
+    uint64_t at = handle ? handle : address;
+    if (mincore(pointer(at), size, flags.data())) return 0;
+    for (unsigned char flag : flags) count += flag & 1;
+    return count * page_size();
+  }
+
+ private:
+  // Addresses for memory that no range holds, aligned so that huge pages survive the moves.
+  static void *spare(uint64_t size) {
+    if (size < kHuge) return map_nothing(nullptr, size);
+    uint64_t span = size + kHuge;
+    void *base = map_nothing(nullptr, span);
+    if (base == MAP_FAILED) return base;
+    uint64_t start = reinterpret_cast<uint64_t>(base), at = round_up(start, kHuge);
+    if (at > start) munmap(base, at - start);
+    if (start + span > at + size) munmap(pointer(at + size), start + span - at - size);
+    return pointer(at);
+  }
+
+  static bool move_out(uint64_t address, uint64_t size, void *there) {
+    int flags = MREMAP_MAYMOVE | MREMAP_FIXED;
+    // The range keeps its addresses, so that no other mapping can land there meanwhile.
+    if (mremap(pointer(address), size, size, flags | MREMAP_DONTUNMAP, there) != MAP_FAILED)
+      return true;
+    if (errno != EINVAL) return false;  // EINVAL: a kernel before 5.7
+    if (mremap(pointer(address), size, size, flags, there) == MAP_FAILED) return false;
+    return map_nothing(pointer(address), size, MAP_FIXED) != MAP_FAILED;
+  }
+
+  static int populate(void *memory, uint64_t size) {
+    return in_chunks(size, [=](uint64_t at, uint64_t n) {
+      char *start = static_cast<char *>(memory) + at;
+      if (!madvise(start, n, MADV_POPULATE_WRITE)) return 0;
+      if (errno != EINVAL) return errno;
+      memset(start, 0, n);  // Linux before 5.14
+      return 0;
+    });
+  }
+
+  static Status short_of(uint64_t size, uint64_t free, int error) {
+    Status made = Status::no_memory(HB_E_NOMEM, size, free,
+                                    std::to_string(size) + " bytes of host memory: " +
+                                        strerror(error));
+    made.driver_code = error;
+    return made;
+  }
+
+  Ranges ranges_;
+};
+
+}  // namespace
+
+std::unique_ptr<Driver> host_driver() { return std::make_unique<HostDriver>(); }
+
+}  // namespace hb

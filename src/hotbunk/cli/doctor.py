@@ -1,0 +1,158 @@
+"""``hotbunk doctor``: what of hotbunk works on this machine, and how to get the rest."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json as json_module
+import os
+import platform
+from importlib import metadata
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hotbunk import __version__
+from hotbunk.rollout import native, registry
+from hotbunk.rollout.native_kernels import Variant
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing: whether it can be used here; if not, why, and what would change that."""
+
+    kind: str
+    name: str
+    usable: bool
+    why: str = ""
+    remedy: str = ""
+
+
+# What a backend or transport imports when it is built, beyond hotbunk itself.
+_NEEDS = {
+    "reference": ("torch", "transformers", "safetensors"),
+    "naive": ("torch",),
+    "vllm": ("vllm",),
+    "sglang": ("sglang",),
+    "trtllm": ("tensorrt_llm",),
+    "ascend": ("vllm_ascend",),
+    "nixl": ("nixl",),
+    "mooncake": ("mooncake",),
+}
+
+
+def run(*, json: bool) -> None:
+    """See :func:`hotbunk.cli.doctor`."""
+    found = findings()
+    if json:
+        typer.echo(json_module.dumps(msgspec.to_builtins(found), indent=1))
+        return
+    table = Table(title=f"hotbunk {__version__}", title_justify="left")
+    for name in ("kind", "name", "usable", "", "how to get it"):
+        table.add_column(name, overflow="fold")
+    for one in found:
+        mark = Text("yes", "green") if one.usable else Text("no", "yellow")
+        table.add_row(one.kind, one.name, mark, Text(one.why), Text(one.remedy))
+    Console().print(table)
+
+
+def findings() -> list[Finding]:
+    """Everything that was looked at. Nothing heavy is imported and no device is touched."""
+    return [
+        *_versions(),
+        *_drivers(),
+        *_native(),
+        *_plugins("backend", registry.BACKENDS),
+        *_plugins("transport", registry.TRANSPORTS),
+    ]
+
+
+def _versions() -> list[Finding]:
+    found = [Finding("version", "python", True, platform.python_version())]
+    try:
+        found.append(Finding("version", "torch", True, metadata.version("torch")))
+    except metadata.PackageNotFoundError:
+        remedy = "pip install 'hotbunk[torch]'"
+        found.append(Finding("version", "torch", False, "not installed", remedy))
+    return found
+
+
+def _drivers() -> list[Finding]:
+    cuda = os.environ.get("HOTBUNK_CUDA_LIBRARY") or "libcuda.so.1"
+    acl = os.environ.get("HOTBUNK_ACL_LIBRARY") or "libascendcl.so"
+    return [
+        Finding("driver", "host", True, f"pages of {os.sysconf('SC_PAGESIZE')} bytes"),
+        _driver("cuda", cuda, "a machine with an NVIDIA GPU and its driver"),
+        _driver("acl", acl, "a machine with an Ascend NPU and CANN"),
+    ]
+
+
+def _driver(name: str, library: str, remedy: str) -> Finding:
+    try:
+        ctypes.CDLL(library)
+    except OSError as error:
+        return Finding("driver", name, False, str(error), remedy)
+    return Finding("driver", name, True, library)
+
+
+def _native() -> list[Finding]:
+    try:
+        found = native.load()
+    except native.NativeUnavailable as error:
+        why = "torch operations do the work, slower"
+        return [
+            Finding("native", "library", False, error.what, error.remedy),
+            Finding("native", "kernels", False, why, error.remedy),
+        ]
+    kernels = found.kernels
+    able = [v.name.lower() for v in Variant if v and kernels.has(v)]
+    text = f"{kernels.variant.name.lower()} of {', '.join(able)}; {kernels.threads} threads"
+    fatbin = native.path().parent / "hotbunk_kernels.fatbin"
+    if fatbin.is_file():
+        why = kernels.why_not_cuda()
+        remedy = "a machine with an NVIDIA GPU and its driver" if why else ""
+        cuda = Finding("native", "cuda kernels", not why, why or str(fatbin), remedy)
+    else:
+        cuda = Finding(
+            "native",
+            "cuda kernels",
+            False,
+            "built without nvcc; torch operations do the work on GPUs",
+            "put nvcc (CUDA 12.8 or newer) on PATH and reinstall hotbunk from source",
+        )
+    where = f"{found.version}, ABI {found.abi_version}, {found.path}"
+    return [
+        Finding("native", "library", True, where),
+        Finding("native", "kernels", True, text),
+        cuda,
+    ]
+
+
+def _plugins(kind: str, group: str) -> list[Finding]:
+    found = []
+    for point in sorted(metadata.entry_points(group=group)):
+        absent = [n for n in _NEEDS.get(point.name, ()) if not _installed(n)]
+        if absent:
+            error = registry.missing(point.name, ModuleNotFoundError(name=absent[0]))
+            remedy = getattr(error, "remedy", "") or f"pip install {absent[0]}"
+            found.append(
+                Finding(kind, point.name, False, f"{', '.join(absent)} not installed", remedy)
+            )
+        elif not _installed(point.module):
+            why = f"its entry point names {point.module}, which is not there"
+            found.append(
+                Finding(kind, point.name, False, why, "reinstall the package it came with")
+            )
+        else:
+            found.append(Finding(kind, point.name, True, point.value))
+    return found
+
+
+def _installed(module: str) -> bool:
+    """Whether a module could be imported; only its parents are."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
