@@ -36,16 +36,20 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
 
     :raises UsageError: vLLM refuses a value.
     """
+    temperature, top_k = sampling.temperature, sampling.top_k
+    if not temperature and sampling.n > 1:
+        # vLLM refuses greedy samples of one request; the best of one is the same token.
+        temperature, top_k = 1.0, 1
     try:
         return SamplingParams(
             n=sampling.n,
-            temperature=sampling.temperature,
+            temperature=temperature,
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
             stop=list(sampling.stop),
             stop_token_ids=list(sampling.stop_token_ids),
             ignore_eos=sampling.ignore_eos,
-            top_k=sampling.top_k,
+            top_k=top_k,
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             logprobs=sampling.logprobs,
@@ -200,7 +204,7 @@ def _logprobs(
     if not all(math.isfinite(value) for value in own):
         raise errors.EngineFailed("vLLM drew a token whose log-prob is not a number")
     if not wanted:
-        return own, ((),) * len(ids)
+        return own, ()
     top = tuple(
         tuple(
             (token, float(entry.logprob))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hotbunk.checkpoint_engine.source import specs_of
-from hotbunk.conformance.kit import greedy, make_model, save_model
+from hotbunk.conformance.kit import greedy, make_model, save_model, save_tokenizer, text_of
 from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.conformance.under_test import BackendUnderTest, Tensors
 from hotbunk.rollout.binding import dtype_from
@@ -51,7 +51,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
 
 class VllmUnderTest(BackendUnderTest):
-    """Options go to the backend. ``family`` and ``tied`` choose the model."""
+    """Options go to the backend. ``family``, ``tied`` and ``tokenizer`` make the model directory."""
 
     name = "vllm"
     prompts = (
@@ -64,7 +64,13 @@ class VllmUnderTest(BackendUnderTest):
     one_loop = True
 
     def __init__(
-        self, *, family: str = "llama", tied: bool = False, fresh: bool = False, **options: Any
+        self,
+        *,
+        family: str = "llama",
+        tied: bool = False,
+        tokenizer: bool = True,
+        fresh: bool = False,
+        **options: Any,
     ) -> None:
         if "model" in options:
             raise ConfigError("the suite brings its own model: its weights have known goldens")
@@ -79,6 +85,9 @@ class VllmUnderTest(BackendUnderTest):
         self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-conformance-")
         self._disk = Path(self._folder.name) / "model"
         save_model(family, 0, self._disk, tied=tied, **SIZES)
+        self._says = tokenizer
+        if tokenizer:
+            save_tokenizer(self._disk)
         self._engine: Engine | None = None
         self._where: dict[str, Any] = {}
         # Goldens and weights are asked for again and again; they never change.
@@ -112,6 +121,9 @@ class VllmUnderTest(BackendUnderTest):
 
     def golden(self, prompt: Sequence[int], version: int, n: int) -> list[int]:
         return list(self._golden(tuple(prompt), version, n))
+
+    def text(self, tokens: Sequence[int]) -> str | None:
+        return text_of(tokens) if self._says else None
 
     def read_weight(self, name: str) -> bytes:
         dtype, shape, pieces = self._where["tensors"][name]

@@ -46,7 +46,7 @@ async def untied(anyio_backend: str) -> AsyncIterator[BackendUnderTest]:
 
 @pytest.fixture(scope="session")
 async def tied(anyio_backend: str) -> AsyncIterator[BackendUnderTest]:
-    it = under_test("vllm", tied=True)
+    it = under_test("vllm", tied=True, tokenizer=False)
     yield it
     await it.finish()
 

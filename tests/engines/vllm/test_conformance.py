@@ -13,6 +13,7 @@ pytestmark = pytest.mark.anyio
 
 NOT_RUN = {
     "the_engine_itself_refuses": "the gate is vLLM's pause, not the engine's own refusal",
+    "positional_draws_continue": "vLLM's draws depend on the steps before, and it declares so",
     "groups_that_take_no_update": "there is one weight group, and it takes updates",
     "tied_tensors": "this model ties nothing",
 }

@@ -127,15 +127,24 @@ async def test_several_responses_are_aborted_together(
     assert not engine.llm.output_processor.request_states
 
 
+async def test_greedy_samples_are_the_best_tokens_with_their_own_log_probs(
+    engine: VllmEngine, untied: VllmUnderTest
+) -> None:
+    """vLLM itself refuses n > 1 at temperature 0."""
+    prompt = untied.prompts[0]
+    alone = await collect(engine.generate(ask(prompt, 8)))
+    for one in await collect_all(engine.generate(ask(prompt, 8, n=2))):
+        assert one.token_ids == alone.token_ids
+        assert one.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     "request_, error",
     [
         (ask((300,)), errors.UsageError),
         (ask((1,), 5000), errors.UsageError),
-        (ask((1,), stop=("x",)), errors.UsageError),
         (ask((1,), top_p=7.0), errors.UsageError),
         (ask((1,), temperature=2.5), errors.UsageError),
-        (ask((1,), n=2), errors.UsageError),
         (ask((1,), logprobs=999), errors.UsageError),
         (GenerateRequest("a", (1,), adapter="x"), errors.Unsupported),
         (GenerateRequest("b", (1,), media={"image": 1}), errors.Unsupported),
@@ -148,6 +157,12 @@ async def test_what_cannot_run_is_refused_at_once(
     with pytest.raises(error):
         await collect(engine.generate(request_))
     assert not engine._flight.streams
+
+
+async def test_stop_strings_without_a_tokenizer_are_refused(tied: VllmUnderTest) -> None:
+    engine = await tied.engine()
+    with pytest.raises(errors.UsageError):
+        await collect(engine.generate(ask((1,), stop=("x",))))
 
 
 async def test_stop_strings_and_the_models_own_end(untied: VllmUnderTest, tmp_path: Path) -> None:
