@@ -40,6 +40,7 @@ from hotbunk.rollout.contract import (
     Retention,
     Scope,
     Tag,
+    Ticket,
     UpdateReport,
     Version,
 )
@@ -50,6 +51,7 @@ from hotbunk.rollout.lifecycle import KV, Weights
 from hotbunk.rollout.status import Health, ReplicaStatus
 
 log = logging.getLogger(__name__)
+SENDER_WAIT = 5.0  # seconds
 LetGo = Callable[[], Awaitable[None]]
 
 
@@ -214,8 +216,7 @@ class CheckpointEngineManager:
             with self._timed(phases, "wake_weights"):
                 await self._each(runs, "wake_weights", partial(self._prepare, policy=chosen))
             with self._timed(phases, "sync"):
-                update = partial(self._update, source=source, manifest=manifest, policy=chosen)
-                await self._each(runs, "sync", update)
+                await self._send(runs, source, manifest, chosen)
             with self._timed(phases, "let_go"):
                 await self._let_go(runs, let_go)
             with self._timed(phases, "wake_kv"):
@@ -278,20 +279,45 @@ class CheckpointEngineManager:
                 run.undo.append(handle.resume_kv_cache)
                 await handle.release_kv_cache()
 
-    async def _update(
-        self, run: _Run, source: WeightSource, manifest: Manifest, policy: SyncPolicy
+    async def _send(
+        self, runs: Sequence[_Run], source: WeightSource, manifest: Manifest, policy: SyncPolicy
     ) -> None:
-        offer = await self.transport.offer(source, manifest)
+        """One offer to every replica still under way; sender and receivers go on together."""
+        going = [run for run in runs if run.outcome is None]
+        if not going:
+            return
         try:
-            run.update = await run.handle.update_weights(
-                offer.tickets[0],
-                version=manifest.version,
-                scope=manifest.scope,
-                deadline=policy.deadline,
+            offer = await self.transport.offer(
+                source, manifest, ranks=[1] * len(going), deadline=policy.deadline
             )
-            run.committed = True
+        # A boundary: transports are anybody's.
+        except Exception as error:  # noqa: BLE001
+            failure = _typed("offer", error)
+            await asyncio.gather(*(self._failed(run, failure) for run in going))
+            return
+        serving = asyncio.create_task(offer.serve())
+        try:
+
+            async def update(run: _Run) -> None:
+                number = going.index(run)
+                try:
+                    await self._update(run, offer.tickets[number], manifest, policy)
+                except BaseException:
+                    await offer.drop(number)
+                    raise
+
+            await self._each(going, "sync", update)
         finally:
+            await _ended(serving, f"the sender of version {manifest.version}")
             await offer.close()
+
+    async def _update(
+        self, run: _Run, ticket: Ticket, manifest: Manifest, policy: SyncPolicy
+    ) -> None:
+        run.update = await run.handle.update_weights(
+            ticket, version=manifest.version, scope=manifest.scope, deadline=policy.deadline
+        )
+        run.committed = True
 
     async def _let_go(self, runs: Sequence[_Run], let_go: LetGo | None) -> None:
         """The trainer gives its memory back. If it cannot, no KV cache may be mapped."""
@@ -353,6 +379,21 @@ class CheckpointEngineManager:
                 await run.handle.resume_generation(owner=SYNC)
         elif run.outcome is None:
             await self._failed(run, errors.SessionError("the sync was cancelled"))
+
+
+def _typed(step: str, error: Exception) -> errors.HotbunkError:
+    return error if isinstance(error, errors.HotbunkError) else engine_failed(step, error)
+
+
+async def _ended(task: asyncio.Task[None], what: str) -> None:
+    """Every receiver has ended, so a sender has nothing left to do; what it met, they know."""
+    done, _ = await asyncio.wait({task}, timeout=SENDER_WAIT)
+    if not done:
+        log.warning("%s had not noticed %g s after the last receiver ended", what, SENDER_WAIT)
+        task.cancel()
+        await asyncio.wait({task}, timeout=SENDER_WAIT)
+    elif not task.cancelled() and task.exception() is not None:
+        log.warning("%s failed: %s", what, task.exception())
 
 
 def _weights_away(status: ReplicaStatus) -> bool:

@@ -43,6 +43,7 @@ from hotbunk.rollout.reports import (
 )
 from hotbunk.rollout.transfer import (
     ITEMSIZE,
+    ArenaHandle,
     Bucket,
     BucketEntry,
     Manifest,
@@ -77,6 +78,7 @@ __all__ = [
     "ALL_TAGS",
     "Ability",
     "AbortReport",
+    "ArenaHandle",
     "ArenaReport",
     "BackendStatus",
     "Bucket",

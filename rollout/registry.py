@@ -35,7 +35,7 @@ class TransportFactory(Protocol):
     """What a transport's entry point gives: the receiving side needs only ``open``."""
 
     @staticmethod
-    def open(ticket: Ticket) -> Transfer:
+    async def open(ticket: Ticket) -> Transfer:
         """Open the receiver's end of the sync that the ticket names."""
         ...
 
@@ -96,7 +96,10 @@ def load_transport(name: str) -> Any:
     return _load(TRANSPORTS, name)
 
 
-def open_transfer(ticket: Ticket) -> Transfer:
-    """The receiver's end of a sync, opened in this process."""
+async def open_transfer(ticket: Ticket) -> Transfer:
+    """The receiver's end of a sync, opened in this process.
+
+    :raises TransferFailed: the offer is gone, or is not the ticket's.
+    """
     factory: TransportFactory = load_transport(ticket.transport)
-    return factory.open(ticket)
+    return await factory.open(ticket)

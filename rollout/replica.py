@@ -173,7 +173,10 @@ class Replica:
         :raises UpdateRefused: before a byte; nothing changed.
         :raises UpdateFailed: after it; the groups written are DIRTY.
         """
-        transfer = open_transfer(source) if isinstance(source, Ticket) else source
+        transfer = source
+        if isinstance(transfer, Ticket):
+            limit = self.deadlines.update if deadline is None else deadline
+            transfer = await self._opened(transfer, limit)
         try:
             async with self._exclusive("update_weights", deadline=deadline):
                 groups = self._updates.check(transfer.manifest, version, scope)
@@ -560,6 +563,14 @@ class Replica:
             self._lose(f"{verb} was cut off, so what is mapped is unknown")
             raise
         return msgspec.structs.replace(report, seconds=time.perf_counter() - began)
+
+    async def _opened(self, ticket: Ticket, seconds: float) -> Transfer:
+        with self._located():
+            try:
+                async with asyncio.timeout(seconds):
+                    return await open_transfer(ticket)
+            except TimeoutError:
+                raise errors.DeadlineExceeded("opening the transfer", seconds) from None
 
     async def _update(
         self, transfer: Transfer, groups: frozenset[str], deadline: float | None

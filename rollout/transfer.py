@@ -72,6 +72,19 @@ class ReceiverLayout(msgspec.Struct, frozen=True):
     tensors: Mapping[str, Placement]
 
 
+class ArenaHandle(msgspec.Struct, frozen=True):
+    """The memory that a layout's offsets point into, so that a sender may write there itself.
+
+    Travels by the transport's own means: ``fd`` (kind ``file``) as a descriptor over a socket,
+    ``handle`` (kinds ``cuda``, ``acl``) as the driver's exported bytes. The receiver owns it.
+    """
+
+    kind: str
+    nbytes: int
+    fd: int = -1
+    handle: bytes = b""
+
+
 class BucketEntry(msgspec.Struct, frozen=True):
     """A piece of a tensor in a bucket: bytes ``[start, start + nbytes)`` of its contiguous form."""
 
@@ -82,9 +95,13 @@ class BucketEntry(msgspec.Struct, frozen=True):
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """One contiguous buffer and a table. Lent: valid until the next bucket is asked for."""
+    """One contiguous buffer and a table. Lent: valid until the next bucket is asked for.
 
-    data: Any  # anything with the buffer protocol, or a device tensor of bytes
+    ``data`` is anything with the buffer protocol, or a device tensor of bytes. It is None where the
+    pieces already lie in the receiver's arena (``offset`` of an entry then means nothing).
+    """
+
+    data: Any
     entries: tuple[BucketEntry, ...]
 
 
@@ -99,8 +116,12 @@ class Transfer(ABC):
     manifest: Manifest
 
     @abstractmethod
-    async def accept(self, layout: ReceiverLayout | None) -> None:
-        """Agree to receive. ``layout`` gives the element types wanted; None: as in the manifest.
+    async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
+        """Agree to receive; whether the sender will write into ``arena`` itself.
+
+        ``layout`` gives the element types wanted; None: as in the manifest. A sender that can reach
+        the arena writes when buckets are asked for, never before, and then every bucket's ``data``
+        is None.
 
         :raises UpdateRefused: another rank refused; nothing was written anywhere.
         """
@@ -135,9 +156,11 @@ class Transfer(ABC):
 class Ticket(msgspec.Struct, frozen=True):
     """What travels to a replica so that it can open a :class:`Transfer` where the weights live.
 
-    ``transport`` is an entry-point name; ``address`` means something to that transport alone.
+    ``transport`` is an entry-point name; ``address`` means something to that transport alone, and is
+    the same for all ``ranks`` of a replica: each opens its own end, with its own ``rank``.
     """
 
     transport: str
     address: str
     rank: int = 0
+    ranks: int = 1

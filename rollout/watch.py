@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 
-from hotbunk.rollout.contract import Bucket, ReceiverLayout, Transfer
+from hotbunk.rollout.contract import ArenaHandle, Bucket, ReceiverLayout, Transfer
 from hotbunk.rollout.errors import SessionError
 
 
@@ -12,7 +12,8 @@ class WatchedTransfer(Transfer):
     """Hands a backend its transfer, and tells the replica when bytes begin to flow.
 
     ``on_first_byte`` runs synchronously, before the first bucket is handed out (or, for an update
-    without bytes, before the end of the stream is seen), so no write can come before the mark.
+    without bytes, before the end of the stream is seen), so no write can come before the mark. Where
+    the sender writes into the arena itself, it runs before the first bucket is asked for.
     """
 
     def __init__(self, inner: Transfer, on_first_byte: Callable[[], None]) -> None:
@@ -22,17 +23,21 @@ class WatchedTransfer(Transfer):
         self.committed = False
         self.expected: dict[str, int] = {}
         self._inner = inner
+        self._in_place = False
         self._mark: Callable[[], None] | None = on_first_byte
 
-    async def accept(self, layout: ReceiverLayout | None) -> None:
+    async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
         if self.accepted:
             raise SessionError("the update was accepted twice")
-        await self._inner.accept(layout)
+        self._in_place = await self._inner.accept(layout, arena)
         self.accepted = True
+        return self._in_place
 
     async def buckets(self) -> AsyncIterator[Bucket]:
         if not self.accepted:
             raise SessionError("buckets were asked for before the update was accepted")
+        if self._in_place:
+            self._first_byte()
         async for bucket in self._inner.buckets():
             self._first_byte()
             yield bucket

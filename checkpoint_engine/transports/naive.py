@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 import torch
 
@@ -18,37 +18,42 @@ from hotbunk.checkpoint_engine.source import WeightSource
 from hotbunk.checkpoint_engine.transports.base import Offer, Transport
 from hotbunk.rollout.arena import Arena, MemoryPool
 from hotbunk.rollout.binding import tensor_over
-from hotbunk.rollout.contract import Bucket, Manifest, ReceiverLayout, Ticket, Transfer
+from hotbunk.rollout.contract import (
+    ArenaHandle,
+    Bucket,
+    Manifest,
+    ReceiverLayout,
+    Ticket,
+    Transfer,
+)
 from hotbunk.rollout.errors import SessionError, TransferFailed
 
 BUCKET_TAG = "bucket"
 CLOSE_WAIT = 30.0  # seconds to wait for a source that was cut off in the middle of a tensor
 log = logging.getLogger(__name__)
 _addresses = itertools.count()
-_open_offers: dict[str, NaiveOffer] = {}
+_open_lanes: dict[str, _Lane] = {}
+OnBucket = Callable[[], Awaitable[None]]
 
 
-class NaiveOffer(Offer):
-    """An offer to one receiver in this process."""
+class _Lane:
+    """The way to one receiver in this process. Packs when the receiver asks."""
 
     def __init__(
         self,
         source: WeightSource,
         manifest: Manifest,
         pool: MemoryPool | None,
-        on_bucket: Callable[[], Awaitable[None]] | None,
+        on_bucket: OnBucket | None,
     ) -> None:
         self.address = str(next(_addresses))
-        self.tickets = (Ticket("naive", self.address),)
         self.manifest = manifest
         self.source = source
-        self.error: BaseException | None = None
         self._on_bucket = on_bucket
         self._pool = pool
         self._arena: Arena | None = None
         self._filling: asyncio.Future[Bucket | None] | None = None
-        check_bucket_bytes(manifest.bucket_bytes)
-        _open_offers[self.address] = self
+        _open_lanes[self.address] = self
 
     def buffer(self, layout: ReceiverLayout | None) -> torch.Tensor:
         """A bucket's buffer, taken when the first one is packed."""
@@ -73,7 +78,7 @@ class NaiveOffer(Offer):
             await self._on_bucket()
 
     async def close(self) -> None:
-        _open_offers.pop(self.address, None)
+        _open_lanes.pop(self.address, None)
         if self._filling is not None:
             # The trainer's tensors, too, may be taken away once this returns.
             done, _ = await asyncio.wait({self._filling}, timeout=CLOSE_WAIT)
@@ -87,17 +92,33 @@ class NaiveOffer(Offer):
             self._arena = None
 
 
+class NaiveOffer(Offer):
+    """An offer to receivers in this process; each takes its buckets in its own time."""
+
+    def __init__(self, lanes: Sequence[_Lane]) -> None:
+        self._lanes = lanes
+        self.tickets = tuple(Ticket("naive", lane.address) for lane in lanes)
+
+    async def serve(self) -> None:
+        """Nothing to do: the receivers pack."""
+
+    async def close(self) -> None:
+        for lane in self._lanes:
+            await lane.close()
+
+
 class NaiveTransfer(Transfer):
     """The receiver's end: packs a bucket when it is asked for one."""
 
-    def __init__(self, offer: NaiveOffer) -> None:
-        self.manifest = offer.manifest
-        self._offer = offer
+    def __init__(self, lane: _Lane) -> None:
+        self.manifest = lane.manifest
+        self._lane = lane
         self._layout: ReceiverLayout | None = None
         self._packer: Packer | None = None
 
-    async def accept(self, layout: ReceiverLayout | None) -> None:
+    async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
         self._layout = layout
+        return False
 
     async def buckets(self) -> AsyncIterator[Bucket]:
         if self._packer is not None:
@@ -105,14 +126,14 @@ class NaiveTransfer(Transfer):
         specs = self.manifest.tensors
         packer = self._packer = Packer(
             specs,
-            self._offer.source.tensors(),
-            self._offer.buffer(self._layout),
+            self._lane.source.tensors(),
+            self._lane.buffer(self._layout),
             layout=self._layout,
             fingerprints=self.manifest.fingerprint != "none",
         )
-        while (bucket := await self._offer.fill(packer)) is not None:
+        while (bucket := await self._lane.fill(packer)) is not None:
             yield bucket
-            await self._offer.written()
+            await self._lane.written()
 
     async def fingerprints(self) -> Mapping[str, int]:
         return self._packer.fingerprints if self._packer else {}
@@ -124,7 +145,7 @@ class NaiveTransfer(Transfer):
         """Nothing was packed yet."""
 
     async def abort(self, error: BaseException) -> None:
-        self._offer.error = error
+        """Nobody packs unless asked."""
 
 
 class NaiveTransport(Transport):
@@ -132,25 +153,31 @@ class NaiveTransport(Transport):
 
     name = "naive"
 
-    def __init__(
-        self, pool: MemoryPool | None = None, on_bucket: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
+    def __init__(self, pool: MemoryPool | None = None, on_bucket: OnBucket | None = None) -> None:
         self._pool = pool
         self._on_bucket = on_bucket
 
-    async def offer(self, source: WeightSource, manifest: Manifest, *, ranks: int = 1) -> Offer:
-        if ranks != 1:
-            raise SessionError(f"the naive transport reaches one rank, not {ranks}")
+    async def offer(
+        self,
+        source: WeightSource,
+        manifest: Manifest,
+        *,
+        ranks: Sequence[int] = (1,),
+        deadline: float = 600.0,
+    ) -> Offer:
+        check_bucket_bytes(manifest.bucket_bytes)
+        if any(n != 1 for n in ranks):
+            raise SessionError(f"the naive transport reaches one rank a replica, not {max(ranks)}")
         if self._on_bucket is not None:  # the level that the first bucket comes on top of
             await self._on_bucket()
-        return NaiveOffer(source, manifest, self._pool, self._on_bucket)
+        return NaiveOffer([_Lane(source, manifest, self._pool, self._on_bucket) for _ in ranks])
 
     @staticmethod
-    def open(ticket: Ticket) -> Transfer:
-        offer = _open_offers.pop(ticket.address, None)
-        if offer is None:
+    async def open(ticket: Ticket) -> Transfer:
+        lane = _open_lanes.pop(ticket.address, None)
+        if lane is None:
             raise TransferFailed(
                 f"no offer {ticket.address!r} in this process",
                 remedy="the naive transport works within one process, once per ticket",
             )
-        return NaiveTransfer(offer)
+        return NaiveTransfer(lane)

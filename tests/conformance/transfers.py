@@ -9,6 +9,7 @@ import msgspec
 
 from hotbunk.rollout.contract import (
     FULL,
+    ArenaHandle,
     Bucket,
     BucketEntry,
     Manifest,
@@ -49,12 +50,13 @@ class MemoryTransfer(Transfer):
         self.aborted_with: list[BaseException] = []
         self._contents = [content for _, content in tensors]
 
-    async def accept(self, layout: ReceiverLayout | None) -> None:
+    async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
         self.events.append("accept")
         wanted = {} if layout is None else layout.tensors
         for spec in self.manifest.tensors:
             if spec.name in wanted and wanted[spec.name].dtype != spec.dtype:
                 raise UpdateRefused(f"{spec.name!r} would have to be cast, and this sender cannot")
+        return False
 
     async def buckets(self) -> AsyncIterator[Bucket]:
         buffer = bytearray(self.manifest.bucket_bytes)
@@ -224,8 +226,8 @@ class Overlapping(_Hostile):
 class RefusedElsewhere(MemoryTransfer):
     """Another rank refuses the offer."""
 
-    async def accept(self, layout: ReceiverLayout | None) -> None:
-        await super().accept(layout)
+    async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
+        await super().accept(layout, arena)
         raise UpdateRefused("rank 1 refused the offer")
 
 

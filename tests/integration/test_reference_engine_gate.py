@@ -30,7 +30,7 @@ async def offered(source: WeightSource, version: Version, bucket: int = 4096) ->
     """The receiver's end of a naive transfer, for engines driven without a manager."""
     manifest = Manifest(version, source.specs(), FULL, bucket, KIND)
     offer = await NaiveTransport().offer(source, manifest)
-    return open_transfer(offer.tickets[0])
+    return await open_transfer(offer.tickets[0])
 
 
 async def until(true: Callable[[], bool]) -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import Outcome, ReleaseKV, SyncPolicy
+from hotbunk.checkpoint_engine.transports.base import Offer
 from hotbunk.conformance.backends.oracle_kit import ask, load, running
 from hotbunk.conformance.rig import check_spans
 from hotbunk.conformance.transfers import MemoryTransfer
@@ -50,14 +51,17 @@ class Weights:
 class Carrier:
     """A transport whose tickets say which weights to take."""
 
-    async def offer(self, source: Any, manifest: Any, **more: Any) -> Any:
-        class Offer:
-            tickets = (Ticket("memory", str(source.step)),)
+    async def offer(self, source: Any, manifest: Any, *, ranks: Any, **more: Any) -> Any:
+        class Carried(Offer):
+            tickets = tuple(Ticket("memory", str(source.step)) for _ in ranks)
+
+            async def serve(self) -> None:
+                return None
 
             async def close(self) -> None:
                 return None
 
-        return Offer()
+        return Carried()
 
 
 class Noting(LocalHandle):
