@@ -1,8 +1,8 @@
-# Install script for directory: /work/main/csrc/kernels
+# Install script for directory: /tmp/w/mgr/csrc/kernels
 
 # Set the install prefix
 if(NOT DEFINED CMAKE_INSTALL_PREFIX)
-  set(CMAKE_INSTALL_PREFIX "/tmp/tmp3bur3yp_/wheel/platlib")
+  set(CMAKE_INSTALL_PREFIX "/tmp/tmpp76kpgf2/wheel/platlib")
 endif()
 string(REGEX REPLACE "/$" "" CMAKE_INSTALL_PREFIX "${CMAKE_INSTALL_PREFIX}")
 
@@ -37,18 +37,12 @@ if(NOT DEFINED CMAKE_CROSSCOMPILING)
   set(CMAKE_CROSSCOMPILING "FALSE")
 endif()
 
-# Set path to fallback-tool for dependency-resolution.
+# Set default install directory permissions.
 if(NOT DEFINED CMAKE_OBJDUMP)
   set(CMAKE_OBJDUMP "/usr/bin/objdump")
 endif()
 
 if(CMAKE_INSTALL_COMPONENT STREQUAL "Unspecified" OR NOT CMAKE_INSTALL_COMPONENT)
-  file(INSTALL DESTINATION "${CMAKE_INSTALL_PREFIX}/hotbunk/_native" TYPE FILE FILES "/work/main/csrc/../src/hotbunk/_native/hotbunk_kernels.fatbin")
+  file(INSTALL DESTINATION "${CMAKE_INSTALL_PREFIX}/hotbunk/_native" TYPE FILE FILES "/tmp/w/mgr/csrc/../src/hotbunk/_native/hotbunk_kernels.fatbin")
 endif()
 
-string(REPLACE ";" "\n" CMAKE_INSTALL_MANIFEST_CONTENT
-       "${CMAKE_INSTALL_MANIFEST_FILES}")
-if(CMAKE_INSTALL_LOCAL_ONLY)
-  file(WRITE "/work/main/csrc/kernels/install_local_manifest.txt"
-     "${CMAKE_INSTALL_MANIFEST_CONTENT}")
-endif()
