@@ -24,7 +24,7 @@ from hotbunk.checkpoint_engine.observe import Observer, Unobserved
 from hotbunk.checkpoint_engine.policy import Outcome, SyncPolicy, SyncReport
 from hotbunk.checkpoint_engine.ranks import LedSource, OneRank, TrainerRanks, follow
 from hotbunk.checkpoint_engine.source import WeightSource
-from hotbunk.checkpoint_engine.transaction import LetGo, Run, Transaction
+from hotbunk.checkpoint_engine.transaction import LetGo, Run, Transaction, trainer_failed
 from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import (
@@ -244,11 +244,16 @@ class CheckpointEngineManager:
 
     @asynccontextmanager
     async def _still(self) -> AsyncIterator[None]:
-        """Every replica stands still inside; a caller's own pause decides what becomes of requests."""
+        """Every replica stands still inside; who froze requests finds them frozen."""
+
+        async def pause(handle: ReplicaHandle) -> None:
+            held = (await handle.status()).pauses
+            keep = any(pause.mode is PauseMode.KEEP for pause in held)
+            mode = PauseMode.KEEP if keep else PauseMode.WAIT
+            await handle.pause_generation(mode, clear_cache=False, owner=SYNC)
+
         try:
-            await self._all(
-                lambda h: h.pause_generation(PauseMode.WAIT, clear_cache=False, owner=SYNC)
-            )
+            await self._all(pause)
             yield
         finally:
             await self._all(lambda h: h.resume_generation(owner=SYNC))
@@ -296,20 +301,20 @@ class CheckpointEngineManager:
                 remedy="use strategy=all where the trainer shares the device",
             )
         began = time.perf_counter()
-        with_room = _Waiting(version, scope)
-        self._waiting.append(with_room)
+        mine = _Waiting(version, scope)
+        self._waiting.append(mine)
         try:
-            with_room.meets(self._waiting)
+            mine.meets(self._waiting)
             async with self._turn:
-                if with_room.superseded_by is not None:
-                    return _superseded(with_room, began)
+                if mine.superseded_by is not None:
+                    return _superseded(mine, began)
                 # It is not waiting any more: a later one must come after it.
-                self._waiting.remove(with_room)
+                self._waiting.remove(mine)
                 handles = self._members.handles(replicas)
                 report = await self._sync(source, version, scope, chosen, let_go, handles, began)
         finally:
-            if with_room in self._waiting:
-                self._waiting.remove(with_room)
+            if mine in self._waiting:
+                self._waiting.remove(mine)
         if not report.ok:
             raise errors.SyncFailed(
                 f"version {version} did not reach every replica: {report.summary()}", report
@@ -382,13 +387,22 @@ class CheckpointEngineManager:
     async def _follow(self, source: WeightSource, let_go: LetGo | None) -> SyncReport:
         """A follower's part: gather with the leader, let go with it. Its report names no replica.
 
-        :raises TrainerFailed: the leader's sync was stopped.
+        :raises TrainerFailed: this rank could not gather or let go, or the leader's sync was
+            stopped.
         """
         began = time.perf_counter()
-        word = await asyncio.to_thread(follow, source, self.ranks)
-        if word == "let go":
-            if let_go is not None:
+        try:
+            word = await asyncio.to_thread(follow, source, self.ranks)
+            if word == "let go" and let_go is not None:
                 await let_go()
+        except errors.HotbunkError as error:
+            self.ranks.fail(str(error))
+            raise
+        # A boundary: trainers raise what their own libraries raise.
+        except Exception as error:
+            self.ranks.fail(f"{type(error).__name__}: {error}")
+            raise trainer_failed(error) from error
+        if word == "let go":
             await self._meet("let go")
             word = await asyncio.to_thread(follow, source, self.ranks)
         if word != "ended":
@@ -425,8 +439,8 @@ class _Waiting:
             if other is self or {self.scope.kind, other.scope.kind} != {ScopeKind.FULL}:
                 continue
             older, newer = sorted((self, other), key=lambda w: w.version)
-            if older.version < newer.version and newer.superseded_by is None:
-                older.superseded_by = newer.version
+            if older.version < newer.version:
+                older.superseded_by = max(newer.version, older.superseded_by or newer.version)
 
 
 def _superseded(waiting: _Waiting, began: float) -> SyncReport:

@@ -120,7 +120,9 @@ class SyncReport(msgspec.Struct, frozen=True):
     @property
     def ok(self) -> bool:
         """Every replica has the version and serves."""
-        return all(o.outcome is Outcome.COMMITTED for o in self.outcomes)
+        return self.superseded_by is None and all(
+            o.outcome is Outcome.COMMITTED for o in self.outcomes
+        )
 
     @property
     def slowest(self) -> str:

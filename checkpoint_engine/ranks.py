@@ -14,9 +14,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hotbunk.rollout.contract import TensorSpec
-from hotbunk.rollout.errors import DeadlineExceeded, UsageError
+from hotbunk.rollout.errors import DeadlineExceeded, TrainerFailed, UsageError
 
 log = logging.getLogger(__name__)
+_HERE = "here"
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +52,12 @@ class TrainerRanks(ABC):
         """Return when all ranks are here.
 
         :raises DeadlineExceeded: some did not come in time; says which.
+        :raises TrainerFailed: some came only to say that they failed.
         """
+
+    @abstractmethod
+    def fail(self, why: str) -> None:
+        """Tell the others, at their next barrier, that this rank takes no further part."""
 
 
 class OneRank(TrainerRanks):
@@ -67,6 +73,9 @@ class OneRank(TrainerRanks):
 
     def barrier(self, name: str) -> None:
         """All are here."""
+
+    def fail(self, why: str) -> None:
+        """Nobody is waiting."""
 
 
 class StoreRanks(TrainerRanks):
@@ -99,10 +108,21 @@ class StoreRanks(TrainerRanks):
         return bytes(self._store.get(key)).decode()
 
     def barrier(self, name: str) -> None:
-        here = f"{self._prefix}/barrier/{next(self._barriers)}/{name}"
-        self._store.set(f"{here}/{self.rank}", "here")
+        here = self._arrive(_HERE)
         for rank in range(self.world):
-            self._wait([f"{here}/{rank}"], f"trainer rank {rank} at {name}")
+            key = f"{here}/{rank}"
+            self._wait([key], f"trainer rank {rank} at {name!r}")
+            said = bytes(self._store.get(key)).decode()
+            if said != _HERE:
+                raise TrainerFailed(said, where=f"trainer rank {rank} before {name!r}")
+
+    def fail(self, why: str) -> None:
+        self._arrive(why or "it failed")
+
+    def _arrive(self, word: str) -> str:
+        here = f"{self._prefix}/barrier/{next(self._barriers)}"
+        self._store.set(f"{here}/{self.rank}", word)
+        return here
 
     def _wait(self, keys: list[str], what: str) -> None:
         try:

@@ -266,10 +266,7 @@ class Transaction:
             failure = error
         # A boundary: trainers raise what their own libraries raise.
         except Exception as error:  # noqa: BLE001
-            failure = errors.TrainerFailed(
-                f"{type(error).__name__}: {error}",
-                remote_traceback="".join(traceback.format_exception(error)),
-            )
+            failure = trainer_failed(error)
         if failure is not None:
             failure.at("the trainer did not let go")
             for run in going:
@@ -323,6 +320,14 @@ class Transaction:
 def _fenced(status: ReplicaStatus) -> bool:
     """An earlier sync left its pause held."""
     return any(pause.owner == SYNC for pause in status.pauses)
+
+
+def trainer_failed(error: Exception) -> errors.TrainerFailed:
+    """A trainer's own exception as ours, with its traceback."""
+    return errors.TrainerFailed(
+        f"{type(error).__name__}: {error}",
+        remote_traceback="".join(traceback.format_exception(error)),
+    )
 
 
 def _typed(step: str, error: Exception) -> errors.HotbunkError:
