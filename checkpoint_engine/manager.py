@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from hotbunk.checkpoint_engine.members import Members
+from hotbunk.checkpoint_engine.members import Adapters, Members
 from hotbunk.checkpoint_engine.observe import Observer, Unobserved
 from hotbunk.checkpoint_engine.policy import Outcome, SyncPolicy, SyncReport
-from hotbunk.checkpoint_engine.ranks import LedSource, OneRank, TrainerRanks, follow
+from hotbunk.checkpoint_engine.ranks import Led, OneRank, TrainerRanks, follow
 from hotbunk.checkpoint_engine.source import WeightSource
-from hotbunk.checkpoint_engine.transaction import LetGo, Run, Transaction, trainer_failed
+from hotbunk.checkpoint_engine.transaction import LetGo, Part, Run, Transaction, trainer_failed
 from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import (
@@ -53,6 +53,7 @@ class CheckpointEngineManager:
     replaced by a new one that :meth:`adopt` s what it finds.
 
     :param free_cache_engine: False: no release and no resume is ever called; updates still work.
+    :param frozen_base: only adapters change, so sleep keeps a backup of the weights.
     :param ranks: the trainer's ranks. Each has a manager; those of followers have no replicas.
     """
 
@@ -65,8 +66,10 @@ class CheckpointEngineManager:
         policy: SyncPolicy | None = None,
         free_cache_engine: bool = True,
         observer: Observer | None = None,
+        frozen_base: bool = False,
         ranks: TrainerRanks | None = None,
     ) -> None:
+        self.frozen_base = frozen_base
         self.ranks = ranks or OneRank()
         if replicas and not self.ranks.leads:
             raise errors.UsageError("only trainer rank 0 has replicas; give the others none")
@@ -78,6 +81,7 @@ class CheckpointEngineManager:
         self._observer = observer or Unobserved()
         self._turn = asyncio.Lock()  # verbs that change replicas, one at a time
         self._waiting: list[_Waiting] = []
+        self._adapters = Adapters()
 
     @property
     def replicas(self) -> list[ReplicaHandle]:
@@ -166,7 +170,7 @@ class CheckpointEngineManager:
     async def sleep_replicas(self) -> dict[str, MemoryReport]:
         """Make room for the other tenant of the device; a report a replica.
 
-        HYBRID discards what a sync brings back, COLOCATED keeps a backup; STANDALONE, or with
+        HYBRID discards what a sync brings back, COLOCATED and a frozen base keep a backup; STANDALONE, or with
         ``free_cache_engine=False``, nothing is called and the reports say so in ``emulated``.
 
         :raises HotbunkError: the first failure, after every replica was tried.
@@ -186,7 +190,8 @@ class CheckpointEngineManager:
 
     def _level(self, handle: ReplicaHandle) -> int:
         discards = Retention.DISCARD in handle.capabilities.retentions
-        return 2 if self.deployment is Deployment.HYBRID and discards else 1
+        brings_back = self.deployment is Deployment.HYBRID and not self.frozen_base
+        return 2 if brings_back and discards else 1
 
     async def wake_replicas(self) -> dict[str, MemoryReport]:
         """Undo sleep without a sync (COLOCATED: backups are restored).
@@ -273,6 +278,7 @@ class CheckpointEngineManager:
         version: Version,
         *,
         scope: Scope = FULL,
+        metadata: Mapping[str, Any] | None = None,
         policy: SyncPolicy | None = None,
         let_go: LetGo | None = None,
         replicas: Collection[str] | None = None,
@@ -292,8 +298,49 @@ class CheckpointEngineManager:
         :raises SyncFailed: not every replica committed; carries the report with each outcome.
         :raises UsageError: ``rolling`` with a trainer that must let go, or an unknown name.
         """
+        part = Part(source, version, scope, metadata or {})
+        return await self._update([part], policy, let_go, replicas)
+
+    async def update_adapter(
+        self,
+        name: str,
+        adapter: WeightSource,
+        version: Version,
+        *,
+        base: WeightSource,
+        base_version: Version,
+        metadata: Mapping[str, Any] | None = None,
+        policy: SyncPolicy | None = None,
+        let_go: LetGo | None = None,
+        replicas: Collection[str] | None = None,
+    ) -> SyncReport:
+        """Bring an adapter to ``version`` over a base that does not change.
+
+        The base goes first, to those that do not hold it: after a sleep that discarded, at the
+        first sync, or where its bytes are not what was sent. Where it is resident its digest is
+        compared and only the adapter travels. ``adapter`` has tensors of the group
+        ``adapter:<name>``; ``metadata`` goes to the engine (``lora_alpha``).
+
+        :raises SyncFailed, UsageError: as :meth:`update_weights`.
+        """
+        parts = [
+            Part(base, base_version),
+            Part(adapter, version, Scope.adapter(name, base_version), metadata or {}),
+        ]
+        report = await self._update(parts, policy, let_go, replicas)
+        if self.ranks.leads:
+            self._adapters.came(name, report)
+        return report
+
+    async def _update(
+        self,
+        parts: Sequence[Part],
+        policy: SyncPolicy | None,
+        let_go: LetGo | None,
+        replicas: Collection[str] | None,
+    ) -> SyncReport:
         if not self.ranks.leads:
-            return await self._follow(source, let_go)
+            return await self._follow([part.source for part in parts], let_go)
         chosen = policy or self.policy
         if let_go is not None and chosen.strategy != "all":
             raise errors.UsageError(
@@ -301,7 +348,7 @@ class CheckpointEngineManager:
                 remedy="use strategy=all where the trainer shares the device",
             )
         began = time.perf_counter()
-        mine = _Waiting(version, scope)
+        mine = _Waiting(parts)
         self._waiting.append(mine)
         try:
             mine.meets(self._waiting)
@@ -311,31 +358,36 @@ class CheckpointEngineManager:
                 # It is not waiting any more: a later one must come after it.
                 self._waiting.remove(mine)
                 handles = self._members.handles(replicas)
-                report = await self._sync(source, version, scope, chosen, let_go, handles, began)
+                report = await self._sync(parts, chosen, let_go, handles, began)
         finally:
             if mine in self._waiting:
                 self._waiting.remove(mine)
         if not report.ok:
             raise errors.SyncFailed(
-                f"version {version} did not reach every replica: {report.summary()}", report
+                f"version {report.version} did not reach every replica: {report.summary()}", report
             )
         return report
 
     async def _sync(
         self,
-        source: WeightSource,
-        version: Version,
-        scope: Scope,
+        parts: Sequence[Part],
         policy: SyncPolicy,
         let_go: LetGo | None,
         handles: Sequence[ReplicaHandle],
         began: float,
     ) -> SyncReport:
-        led = LedSource(source, self.ranks) if self.ranks.world > 1 else None
+        led = Led(self.ranks) if self.ranks.world > 1 else None
+        if led is not None:
+            parts = [
+                msgspec.structs.replace(part, source=led.source(n, part.source))
+                for n, part in enumerate(parts)
+            ]
+        version = parts[-1].version
+        of_base = [p.version for p in parts if p.scope.kind is not ScopeKind.ADAPTER]
         k = policy.at_once(len(handles))
         runs: list[Run] = []
         phases: dict[str, float] = {}
-        words = "stopped"
+        word = "was stopped"
         try:
             for first in range(0, len(handles), k):
                 transaction = Transaction(
@@ -347,26 +399,25 @@ class CheckpointEngineManager:
                     observer=self._observer,
                 )
                 try:
-                    await transaction.run(
-                        led or source, version, scope, self._together(led, let_go)
-                    )
+                    await transaction.run(parts, self._together(led, let_go))
                 finally:
                     runs += transaction.runs
                     for name, seconds in transaction.phases.items():
                         phases[name] = phases.get(name, 0.0) + seconds
-            words = "ended"
+            word = "ended"
         finally:
             if led is not None:
-                await self._end_walks(led, words)
+                await asyncio.to_thread(led.finish)
+                await asyncio.to_thread(self.ranks.tell, word)
             for run in runs:
-                self._members.ended(run, version, scope)
+                self._members.ended(run, of_base[-1] if of_base else None)
         seconds = time.perf_counter() - began
         phases["other"] = seconds - sum(phases.values())
         return SyncReport(version, tuple(r.result(version) for r in runs), phases, seconds)
 
     # -- several trainer ranks ----------------------------------------------------------------
 
-    def _together(self, led: LedSource | None, let_go: LetGo | None) -> LetGo | None:
+    def _together(self, led: Led | None, let_go: LetGo | None) -> LetGo | None:
         """The trainer's letting go, on all its ranks."""
         if led is None:
             return let_go
@@ -380,11 +431,7 @@ class CheckpointEngineManager:
 
         return all_of_them
 
-    async def _end_walks(self, led: LedSource, word: str) -> None:
-        await asyncio.to_thread(led.finish)
-        await asyncio.to_thread(self.ranks.tell, word)
-
-    async def _follow(self, source: WeightSource, let_go: LetGo | None) -> SyncReport:
+    async def _follow(self, sources: Sequence[WeightSource], let_go: LetGo | None) -> SyncReport:
         """A follower's part: gather with the leader, let go with it. Its report names no replica.
 
         :raises TrainerFailed: this rank could not gather or let go, or the leader's sync was
@@ -392,7 +439,7 @@ class CheckpointEngineManager:
         """
         began = time.perf_counter()
         try:
-            word = await asyncio.to_thread(follow, source, self.ranks)
+            word = await asyncio.to_thread(follow, sources, self.ranks)
             if word == "let go" and let_go is not None:
                 await let_go()
         except errors.HotbunkError as error:
@@ -404,7 +451,7 @@ class CheckpointEngineManager:
             raise trainer_failed(error) from error
         if word == "let go":
             await self._meet("let go")
-            word = await asyncio.to_thread(follow, source, self.ranks)
+            word = await asyncio.to_thread(follow, sources, self.ranks)
         if word != "ended":
             raise errors.TrainerFailed(f"the sync led by trainer rank 0 {word}")
         return SyncReport(Version(), (), {}, time.perf_counter() - began)
@@ -428,15 +475,15 @@ class CheckpointEngineManager:
 class _Waiting:
     """A sync that waits for its turn."""
 
-    def __init__(self, version: Version, scope: Scope) -> None:
-        self.version = version
-        self.scope = scope
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.version = parts[-1].version
+        self.kinds = {part.scope.kind for part in parts}
         self.superseded_by: Version | None = None
 
     def meets(self, waiting: Sequence[_Waiting]) -> None:
         """Of two full ones the older is not made: the newer brings everything it would."""
         for other in waiting:
-            if other is self or {self.scope.kind, other.scope.kind} != {ScopeKind.FULL}:
+            if other is self or self.kinds | other.kinds != {ScopeKind.FULL}:
                 continue
             older, newer = sorted((self, other), key=lambda w: w.version)
             if older.version < newer.version:

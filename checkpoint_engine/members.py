@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 
-from hotbunk.checkpoint_engine.policy import Outcome
+from hotbunk.checkpoint_engine.policy import Outcome, SyncReport
 from hotbunk.checkpoint_engine.transaction import Run
-from hotbunk.rollout.contract import TARGET, Scope, ScopeKind, Version
+from hotbunk.rollout.contract import TARGET, Version
 from hotbunk.rollout.errors import UsageError, closest
 from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.status import Health, ReplicaStatus
+
+log = logging.getLogger(__name__)
+
+
+class Adapters:
+    """What was last sent of each adapter, to notice a trainer that sends the same again and again."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[Version, int]] = {}
+
+    def came(self, name: str, report: SyncReport) -> None:
+        """A sync of the adapter committed somewhere."""
+        sent = {u.fingerprint for o in report.outcomes for u in o.updates[-1:] if not u.skipped}
+        if len(sent) != 1:
+            return
+        payload = sent.pop()
+        version, before = self._last.get(name, (report.version, 0))
+        if payload and payload == before and version != report.version:
+            log.warning(
+                "adapter %r has the same content at %s as at %s: is it trained, and are its current "
+                "tensors the ones that are sent?",
+                name,
+                report.version,
+                version,
+            )
+        self._last[name] = (report.version, payload)
 
 
 class Members:
@@ -68,15 +95,15 @@ class Members:
         if version is not None and (self.current is None or version > self.current):
             self.current = version
 
-    def ended(self, run: Run, version: Version, scope: Scope) -> None:
-        """A sync of ``version`` ended for a replica. An adapter's version is not the replica's."""
-        name, of_base = run.handle.name, scope.kind is not ScopeKind.ADAPTER
-        if of_base and run.committed and (self.current is None or version > self.current):
+    def ended(self, run: Run, version: Version | None) -> None:
+        """A sync ended for a replica; ``version`` of its weights, None if they were no part of it."""
+        name = run.handle.name
+        has_it = run.committed or run.outcome is Outcome.COMMITTED
+        if version is not None and has_it and (self.current is None or version > self.current):
             self.current = version
         if name not in self._handles:
             return  # removed meanwhile
         if run.outcome is Outcome.COMMITTED:
-            if of_base:
-                self._serves[name] = version
+            self._serves[name] = version or self._serves[name]
         elif run.outcome is not Outcome.ROLLED_BACK:
             self._serves[name] = None

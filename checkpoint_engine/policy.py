@@ -88,7 +88,10 @@ class Outcome(StrEnum):
 
 
 class ReplicaOutcome(msgspec.Struct, frozen=True):
-    """One replica's part of a sync. ``phases`` are seconds, ``timeline`` has when they began."""
+    """One replica's part of a sync. ``phases`` are seconds, ``timeline`` has when they began.
+
+    ``updates``: one for each thing the sync brought (a base and its adapter), ``update`` the last.
+    """
 
     replica: str
     outcome: Outcome
@@ -98,6 +101,7 @@ class ReplicaOutcome(msgspec.Struct, frozen=True):
     error_type: str = ""
     phases: Mapping[str, float] = msgspec.field(default_factory=dict)
     timeline: tuple[TimelineEvent, ...] = ()
+    updates: tuple[UpdateReport, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -132,7 +136,7 @@ class SyncReport(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Payload bytes written, over all replicas."""
-        return sum(o.update.nbytes for o in self.outcomes if o.update)
+        return sum(update.nbytes for o in self.outcomes for update in o.updates)
 
     def spread(self) -> dict[str, tuple[float, float, float]]:
         """Per phase, the least, median and most seconds over the replicas."""

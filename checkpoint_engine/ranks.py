@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from hotbunk.rollout.errors import DeadlineExceeded, TrainerFailed, UsageError
 
 log = logging.getLogger(__name__)
 _HERE = "here"
+_WALK = "walk "
 
 if TYPE_CHECKING:
     import torch
@@ -133,30 +134,24 @@ class StoreRanks(TrainerRanks):
             ) from error
 
 
-class LedSource:
-    """The leader's source: every walk is announced, and walked to its end with the others.
+class Led:
+    """The leader's walks over its sources: each is announced, and walked to its end with the others.
 
     Sharded tensors are gathered together; a walk that one rank left half-way would leave the others
     in a collective for ever.
     """
 
-    def __init__(self, inner: WeightSource, ranks: TrainerRanks) -> None:
-        self._inner = inner
-        self._ranks = ranks
-        self._walks: list[Iterator[torch.Tensor]] = []
+    def __init__(self, ranks: TrainerRanks) -> None:
+        self.ranks = ranks
+        self.walks: list[Iterator[torch.Tensor]] = []
 
-    def specs(self) -> tuple[TensorSpec, ...]:
-        return self._inner.specs()
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        self._ranks.tell("walk")
-        walk = self._inner.tensors()
-        self._walks.append(walk)
-        return walk
+    def source(self, number: int, inner: WeightSource) -> WeightSource:
+        """``inner``, whose walks the followers hear of as the sync's source ``number``."""
+        return _LedSource(self, number, inner)
 
     def finish(self) -> None:
         """Walk what is left of every walk; nothing is left of one that raised."""
-        walks, self._walks = self._walks, []
+        walks, self.walks = self.walks, []
         for walk in walks:
             try:
                 for _ in walk:
@@ -165,9 +160,25 @@ class LedSource:
                 log.exception("the source of a sync still hangs; other trainer ranks may, too")
 
 
-def follow(source: WeightSource, ranks: TrainerRanks) -> str:
+class _LedSource:
+    def __init__(self, led: Led, number: int, inner: WeightSource) -> None:
+        self._led = led
+        self._number = number
+        self._inner = inner
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return self._inner.specs()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        self._led.ranks.tell(f"{_WALK}{self._number}")
+        walk = self._inner.tensors()
+        self._led.walks.append(walk)
+        return walk
+
+
+def follow(sources: Sequence[WeightSource], ranks: TrainerRanks) -> str:
     """A follower's part: gather whenever the leader does; the leader's first other word."""
-    while (word := ranks.hear()) == "walk":
-        for _ in source.tensors():
+    while (word := ranks.hear()).startswith(_WALK):
+        for _ in sources[int(word.removeprefix(_WALK))].tensors():
             pass
     return word

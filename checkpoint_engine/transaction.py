@@ -17,9 +17,12 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
+
+import msgspec
 
 from hotbunk.checkpoint_engine.observe import Observer
 from hotbunk.checkpoint_engine.policy import (
@@ -34,6 +37,7 @@ from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout import errors
 from hotbunk.rollout.calls import engine_failed
 from hotbunk.rollout.contract import (
+    FULL,
     Manifest,
     Retention,
     Scope,
@@ -54,6 +58,15 @@ SENDER_WAIT = 5.0  # seconds
 ASK_WAIT = 10.0  # seconds for a replica to say what is left of it
 
 
+class Part(msgspec.Struct, frozen=True):
+    """One thing a sync brings: a source under a version. Later parts stand on earlier ones."""
+
+    source: WeightSource
+    version: Version
+    scope: Scope = FULL
+    metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)
+
+
 class Run:
     """One replica's way through one sync: what was done, and how to undo it."""
 
@@ -65,7 +78,7 @@ class Run:
         self.before: ReplicaStatus | None = None
         self.committed = False
         self.wakes_kv = False  # KV was away before, or is for the time of the sync
-        self.update: UpdateReport | None = None
+        self.updates: list[UpdateReport] = []
         self.outcome: Outcome | None = None
         self.error: errors.HotbunkError | None = None
 
@@ -89,11 +102,12 @@ class Run:
             self.handle.name,
             self.outcome,
             version if has_it else None,
-            self.update,
+            self.updates[-1] if self.updates else None,
             str(self.error or ""),
             type(self.error).__name__ if self.error else "",
             self.phases,
             tuple(self.timeline),
+            tuple(self.updates),
         )
 
 
@@ -122,23 +136,14 @@ class Transaction:
         self._frees = frees
         self._observer = observer
 
-    async def run(
-        self, source: WeightSource, version: Version, scope: Scope, let_go: LetGo | None
-    ) -> None:
+    async def run(self, parts: Sequence[Part], let_go: LetGo | None) -> None:
         """Every run ends in an outcome. Cancelled: each is led back, or at its commit."""
-        policy = self._policy
-        manifest = Manifest(
-            version,
-            source.specs(),
-            scope,
-            policy.bucket_bytes,
-            "none" if policy.verify is Verify.OFF else KIND,
-        )
         try:
             await self._each("pause", self._pause)
             await self._each("wake_weights", self._make_room)
             with self._timed("sync"):
-                await self._send(source, manifest)
+                for part in parts:
+                    await self._send(part)
             with self._timed("let_go"):
                 await self._let_go(let_go)
             await self._each("wake_kv", self._open)
@@ -211,14 +216,22 @@ class Transaction:
             run.undo.append(handle.resume_kv_cache)
             await handle.release_kv_cache()
 
-    async def _send(self, source: WeightSource, manifest: Manifest) -> None:
+    async def _send(self, part: Part) -> None:
         """One offer to every replica still under way; sender and receivers go on together."""
+        manifest = Manifest(
+            part.version,
+            part.source.specs(),
+            part.scope,
+            self._policy.bucket_bytes,
+            "none" if self._policy.verify is Verify.OFF else KIND,
+            part.metadata,
+        )
         going = [run for run in self.runs if run.outcome is None]
         if not going:
             return
         try:
             offer = await self._transport.offer(
-                source,
+                part.source,
                 manifest,
                 ranks=[run.handle.capabilities.ranks for run in going],
                 deadline=self._policy.deadline,
@@ -246,13 +259,14 @@ class Transaction:
             await offer.close()
 
     async def _update(self, run: Run, ticket: Ticket, manifest: Manifest) -> None:
-        run.update = await run.handle.update_weights(
+        update = await run.handle.update_weights(
             ticket,
             version=manifest.version,
             scope=manifest.scope,
             deadline=self._policy.deadline,
         )
-        run.committed = True
+        run.updates.append(update)
+        run.committed = run.committed or not update.skipped
 
     async def _let_go(self, let_go: LetGo | None) -> None:
         """The trainer gives its memory back. If it cannot, no KV cache may be mapped."""

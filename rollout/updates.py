@@ -18,6 +18,7 @@ from hotbunk.rollout.contract import (
     Version,
     digest_name,
 )
+from hotbunk.rollout.fingerprint import MASK
 from hotbunk.rollout.lifecycle import Residency, Weights, groups_of
 from hotbunk.rollout.quiesce import Call
 from hotbunk.rollout.status import Deadlines
@@ -93,7 +94,12 @@ class Updates:
             if spec.name in watched.expected:
                 of_group[spec.name] = watched.expected[spec.name]
         seconds = time.perf_counter() - began
-        return msgspec.structs.replace(report, groups=tuple(sorted(groups)), seconds=seconds)
+        return msgspec.structs.replace(
+            report,
+            groups=tuple(sorted(groups)),
+            seconds=seconds,
+            fingerprint=sum(watched.expected.values()) & MASK,
+        )
 
     async def already_there(
         self, groups: Collection[str], scope: Scope, version: Version
