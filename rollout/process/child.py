@@ -18,9 +18,11 @@ from typing import Any
 from hotbunk.rollout.errors import ConfigError, HotbunkError
 from hotbunk.rollout.process.connection import Connection
 from hotbunk.rollout.process.messages import Begin, BrokenFrame, Failed, Ping, Pong, Ready, ToChild
+from hotbunk.rollout.process.rank import Asking, RankProcess, RankTarget
+from hotbunk.rollout.process.ranked import RankedEngine
 from hotbunk.rollout.process.service import Service
-from hotbunk.rollout.process.spec import ReplicaSpec
-from hotbunk.rollout.process.verbs import REPLICA_VERBS
+from hotbunk.rollout.process.spec import RANK, REPLICA, ReplicaSpec, rank_specs
+from hotbunk.rollout.process.verbs import RANK_VERBS, REPLICA_VERBS
 from hotbunk.rollout.process.wire_errors import to_wire
 from hotbunk.rollout.registry import create_backend
 from hotbunk.rollout.replica import Replica
@@ -50,6 +52,7 @@ class _Child:
         self._begun: asyncio.Future[ReplicaSpec] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
         self._service: Service | None = None
+        self._asking = Asking(self._connection.send)
 
     async def serve(self, sock: socket.socket) -> int:
         loop = asyncio.get_running_loop()
@@ -76,12 +79,7 @@ class _Child:
         try:
             if spec.setup:
                 _load(spec.setup)()
-            target = Replica(
-                create_backend(spec.backend, **spec.options),
-                name=spec.name,
-                deadlines=spec.deadlines,
-                fed_groups=spec.fed_groups,
-            )
+            target = self._built(spec)
             await target.start()
         # A boundary between processes: an engine may raise anything while it starts.
         except Exception as error:  # noqa: BLE001
@@ -89,9 +87,21 @@ class _Child:
                 sys.excepthook(type(error), error, error.__traceback__)
             self._connection.send(Failed(0, to_wire("start", error)))
             return None, spec
-        self._service = Service(target, REPLICA_VERBS, self._connection)
+        served = REPLICA_VERBS if spec.role == REPLICA else RANK_VERBS
+        self._service = Service(target, served, self._connection, self._asking.told)
         self._connection.send(Ready(target.capabilities))
         return target, spec
+
+    def _built(self, spec: ReplicaSpec) -> Any:
+        """A replica, its engine's ranks in processes of their own where there are several; or one
+        such rank."""
+        if spec.data_parallel == 1:
+            engine = create_backend(spec.backend, **spec.options)
+            if spec.role == RANK:
+                return RankTarget(engine, self._asking.barrier)
+        else:
+            engine = RankedEngine([RankProcess(one) for one in rank_specs(spec)])
+        return Replica(engine, name=spec.name, deadlines=spec.deadlines, fed_groups=spec.fed_groups)
 
     async def _ended(self, replica: Any, spec: ReplicaSpec) -> None:
         """End every request and the engine, within the grace its owner gives."""

@@ -100,6 +100,7 @@ class Ask(_Message, frozen=True):
     """An update under way in a rank waits for all ranks before it goes on past ``step``."""
 
     id: int
+    update: int
     step: str
     fingerprints: dict[str, int]
 

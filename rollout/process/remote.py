@@ -20,6 +20,7 @@ from hotbunk.rollout.errors import DeadlineExceeded, EngineFailed, HotbunkError,
 from hotbunk.rollout.process.connection import Connection
 from hotbunk.rollout.process.launch import spawn
 from hotbunk.rollout.process.messages import (
+    Ask,
     Begin,
     BrokenFrame,
     Call,
@@ -60,6 +61,7 @@ class Remote:
         self._number = 0
         self._calls: dict[int, asyncio.Future[msgspec.Raw | None]] = {}
         self._streams: dict[int, Stream] = {}
+        self._asked: asyncio.Queue[Ask] = asyncio.Queue()
         self._ready: asyncio.Future[Capabilities] = asyncio.get_running_loop().create_future()
         self._connection = Connection(self._receive, self._disconnected, FromChild)
         self._process: Watched
@@ -78,6 +80,8 @@ class Remote:
         :raises HotbunkError: what starting a replica raises there.
         """
         seconds, name = self.spec.deadlines.start, self.spec.name
+        if self.spec.data_parallel > 1:  # its ranks have that time, and are told of one by one
+            seconds += 2 * self.spec.deadlines.grace
         self._process = Watched(spawn(self.spec), name, self._died)
         try:
             async with asyncio.timeout(seconds):
@@ -86,7 +90,10 @@ class Remote:
                 await loop.create_connection(lambda: self._connection, sock=self._process.sock)
                 self._connection.send(Begin(self.spec))
                 self.capabilities = await self._ready
-        except TimeoutError:
+        except TimeoutError as error:
+            if isinstance(error, DeadlineExceeded):  # its own word, about one of its ranks
+                await self._lose("it did not start")
+                raise
             await self._lose(f"it did not start within {seconds:g} s")
             said = self._process.last_words()
             raise DeadlineExceeded("starting", seconds, where=name, remedy=said) from None
@@ -247,6 +254,8 @@ class Remote:
                 self._answer(message.id, None, None)
             case Chunks():
                 self._known(message.id)
+            case Ask():
+                self._asked.put_nowait(message)
             case Pong():
                 pass
             case _:

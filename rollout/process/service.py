@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 
-from hotbunk.rollout.errors import UsageError
+from hotbunk.rollout.errors import HotbunkError, UsageError
 from hotbunk.rollout.process.connection import Connection
 from hotbunk.rollout.process.messages import (
     WINDOW,
@@ -20,22 +20,33 @@ from hotbunk.rollout.process.messages import (
     Credit,
     Ended,
     Failed,
+    Go,
     Ping,
     Pong,
     Result,
     encode,
 )
 from hotbunk.rollout.process.verbs import GENERATE, Verb
-from hotbunk.rollout.process.wire_errors import to_wire
+from hotbunk.rollout.process.wire_errors import from_wire, to_wire
 
 
 class Service:
-    """Runs each call as a task of its own, so that a status is answered while a verb runs."""
+    """Runs each call as a task of its own, so that a status is answered while a verb runs.
 
-    def __init__(self, target: Any, verbs: Mapping[str, Verb], connection: Connection) -> None:
+    :param told: takes the owner's word about a barrier.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        verbs: Mapping[str, Verb],
+        connection: Connection,
+        told: Callable[[int, HotbunkError | None], None],
+    ) -> None:
         self._target = target
         self._verbs = verbs
         self._connection = connection
+        self._told = told
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._credits: dict[int, _Credits] = {}
 
@@ -54,6 +65,8 @@ class Service:
             case Credit():
                 if message.id in self._credits:
                     self._credits[message.id].add(message.count)
+            case Go():
+                self._told(message.id, None if message.error is None else from_wire(message.error))
             case Ping():
                 self._connection.send(Pong())
             case _:

@@ -20,7 +20,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
     ``fed_groups`` as for :class:`~hotbunk.rollout.replica.Replica`. ``data_parallel`` ranks, each a
     process of its own. ``python``: the interpreter of another environment, in which hotbunk is
     installed, too (None: this one, forked from a server that has loaded what is heavy). ``env`` is
-    added to the environment. ``setup``, ``module:function``, is called in the new process before
+    added to the environment; a rank finds its number in ``HOTBUNK_RANK``. ``setup``, ``module:function``, is called in the new process before
     anything is built, say to register backends or transports.
     """
 
@@ -40,3 +40,22 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
             raise ConfigError(f"data_parallel={self.data_parallel} must be 1 or more")
         if self.setup and ":" not in self.setup:
             raise ConfigError(f"setup={self.setup!r} is not of the form module:function")
+
+
+def rank_specs(spec: ReplicaSpec) -> list[ReplicaSpec]:
+    """What each rank of a replica is started from.
+
+    They must end before the replica's own process has to, so the grace is shorter.
+    """
+    deadlines = msgspec.structs.replace(spec.deadlines, grace=0.5 * spec.deadlines.grace)
+    return [
+        msgspec.structs.replace(
+            spec,
+            name=f"{spec.name}/{number}",
+            deadlines=deadlines,
+            data_parallel=1,
+            role=RANK,
+            env={**spec.env, "HOTBUNK_RANK": str(number)},
+        )
+        for number in range(spec.data_parallel)
+    ]

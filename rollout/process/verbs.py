@@ -13,9 +13,11 @@ import msgspec
 from hotbunk.rollout.contract import (
     FULL,
     AbortReport,
+    BackendStatus,
     Cache,
     Digests,
     GenerateRequest,
+    Manifest,
     MemoryReport,
     PauseMode,
     PauseReport,
@@ -123,6 +125,26 @@ class Caches(msgspec.Struct, frozen=True):
     which: list[Cache] | None = None
 
 
+class OpenUpdate(msgspec.Struct, frozen=True):
+    """Of a rank's open_update: its own ticket."""
+
+    ticket: Ticket
+
+
+class RankUpdate(msgspec.Struct, frozen=True):
+    """Of a rank's update_weights. ``number`` tells its barriers from those of other updates."""
+
+    number: int
+    version: Version
+    scope: Scope
+
+
+class Reason(msgspec.Struct, frozen=True):
+    """Of a rank's abort_update."""
+
+    reason: str
+
+
 class Generate(msgspec.Struct, frozen=True):
     """Of generate."""
 
@@ -149,6 +171,26 @@ REPLICA_VERBS: Mapping[str, Verb] = {
     "abort": Verb(RequestIds, AbortReport),
     "reset_caches": Verb(Caches, None),
     "status": Verb(Nothing, ReplicaStatus),
+    "digest": Verb(Names, Digests),
+    "memory": Verb(Nothing, MemoryReport),
+    GENERATE: Verb(Generate, None),
+}
+
+# Of one rank of an engine: the engine's verbs, and those of RankTarget.
+RANK_VERBS: Mapping[str, Verb] = {
+    "resume": Verb(Tags, MemoryReport),
+    "release": Verb(EngineRelease, MemoryReport),
+    "release_kv_cache": Verb(ReleaseKV, MemoryReport),
+    "resume_kv_cache": Verb(Nothing, MemoryReport),
+    "open_update": Verb(OpenUpdate, Manifest),
+    "decline_update": Verb(Nothing, None),
+    "abort_update": Verb(Reason, None),
+    "update_weights": Verb(RankUpdate, UpdateReport),
+    "pause_generation": Verb(EnginePause, PauseReport),
+    "resume_generation": Verb(Nothing, None),
+    "abort": Verb(RequestIds, AbortReport),
+    "reset_caches": Verb(Caches, None),
+    "status": Verb(Nothing, BackendStatus),
     "digest": Verb(Names, Digests),
     "memory": Verb(Nothing, MemoryReport),
     GENERATE: Verb(Generate, None),

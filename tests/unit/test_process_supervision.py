@@ -45,29 +45,31 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _servers_end() -> Iterator[None]:
-    yield
-    shutdown()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where this process, its fork servers and their engines would put temporary files."""
+    path = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(path))
+        yield path
+        shutdown()
 
 
 @pytest.fixture(autouse=True)
-async def nothing_left() -> AsyncIterator[None]:
-    """Descriptors, processes, names in /tmp and /dev/shm: as many after a test as before."""
+async def nothing_left(folder: Path) -> AsyncIterator[None]:
+    """Descriptors, processes, temporary files: as many after a test as before."""
+
+    def left() -> tuple[int, int, list[str]]:
+        children = psutil.Process().children(recursive=True)
+        return len(os.listdir("/proc/self/fd")), len(children), os.listdir(folder)
+
     await (await started()).close()  # the fork server stays, whoever comes first
-    before = left_behind()
+    before = left()
     yield
     for _ in range(200):
-        if left_behind() == before:
+        if left() == before:
             return
         await asyncio.sleep(0.01)
-    assert left_behind() == before
-
-
-def left_behind() -> tuple[int, int, set[str]]:
-    names = {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
-    ours = {n for n in names if "hotbunk" in n or "pymp" in n or "listener" in n}
-    children = psutil.Process().children(recursive=True)
-    return len(os.listdir("/proc/self/fd")), len(children), ours
+    assert left() == before
 
 
 async def started(name: str = "r0", **more: Any) -> ProcessHandle:
@@ -166,12 +168,15 @@ async def test_status_of_a_stopped_process_says_lost() -> None:
 
 
 async def test_a_trainer_that_stands_still_does_not_lose_its_engines() -> None:
-    """Its own loop was blocked for longer than any deadline: that says nothing about the engine."""
+    """Its own loop was blocked for longer than any deadline: that says nothing about the engine,
+    not even if that stood as well, as when the whole machine was frozen."""
     handle = await started()
     running = read(handle, "a", 500)
-    for _ in range(3):
-        await asyncio.sleep(0.3)
-        time.sleep(1.5)  # noqa: ASYNC251
+    await asyncio.sleep(0.1)
+    os.kill(handle.pid, signal.SIGSTOP)
+    await asyncio.sleep(QUICK.inspect + 0.1)  # asked whether it is there
+    time.sleep(1.5)  # noqa: ASYNC251
+    os.kill(handle.pid, signal.SIGCONT)
     assert (await handle.status()).health is Health.OK
     assert len((await running).token_ids) == 500
     await handle.close()
@@ -242,18 +247,25 @@ async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
 async def test_grandchildren_do_not_outlive_it(tmp_path: Path) -> None:
     """An engine's own processes are in its group, which is killed with it."""
     (tmp_path / "family.py").write_text(
-        "import subprocess, sys\ndef have(): subprocess.Popen(['sleep', '1000'])\n"
+        "import subprocess\n"
+        "def have():\n"
+        "    subprocess.Popen(['sleep', '1000'])\n"
+        "    subprocess.run(['sh', '-c', 'sleep 1001 &'])\n"
     )
     for how in ("kill", "close"):
         handle = await started(
             python=sys.executable, env={"PYTHONPATH": str(tmp_path)}, setup="family:have"
         )
-        [grandchild] = psutil.Process(handle.pid).children()
+        child = psutil.Process(handle.pid)
+        server = psutil.Process(child.ppid())
+        orphan = next(p for p in server.children() if p.pid != child.pid)
+        family = [*child.children(), orphan]
+        assert [p.cmdline()[1] for p in family] == ["1000", "1001"]
         if how == "kill":
             os.kill(handle.pid, signal.SIGKILL)
         await handle.close()
-        gone, _ = psutil.wait_procs([grandchild], timeout=3)
-        assert gone == [grandchild], "it runs on, or is a zombie that nobody reaps"
+        _, left = psutil.wait_procs(family, timeout=3)
+        assert not left, "they run on, or are zombies that nobody reaps"
 
 
 async def test_a_killed_fork_server_takes_its_engines_and_is_replaced() -> None:
@@ -268,36 +280,42 @@ async def test_a_killed_fork_server_takes_its_engines_and_is_replaced() -> None:
 
 
 PARENT = """
-import asyncio, sys
+import asyncio, os, sys, time
 from hotbunk.rollout.process import start_replica
 async def main():
     options = {"step_time": 0.001}
     one = await start_replica("oracle", options, name="one")
     two = await start_replica("oracle", options, name="two", python=sys.executable)
-    print(one.pid, two.pid, flush=True)
+    copy = os.fork() if sys.argv[1] == "forked" else 0  # a loader's worker, say
+    if sys.argv[1] == "forked" and not copy:
+        time.sleep(1000)
+    print(one.pid, two.pid, copy, flush=True)
     await asyncio.sleep(1000)
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
-async def test_engines_die_with_their_trainer(stopped: bool) -> None:
-    """Killed without a word; also while the engines cannot run, so cannot see that it is gone."""
+@pytest.mark.parametrize("how", ["running", "stopped", "forked"])
+async def test_engines_die_with_their_trainer(how: str) -> None:
+    """Killed without a word; also while the engines cannot run, so cannot see that it is gone, or
+    when a copy of the trainer still holds every descriptor it had."""
     with subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARENT, how], stdout=subprocess.PIPE, text=True
     ) as trainer:
         assert trainer.stdout is not None
-        pids = [int(pid) for pid in trainer.stdout.readline().split()]
+        *pids, copy = map(int, trainer.stdout.readline().split())
         family = [psutil.Process(pid) for pid in pids]
-        [server] = psutil.Process(trainer.pid).children()
-        assert [p.ppid() for p in family[:1]] == [server.pid]
-        if stopped:
+        servers = [p for p in psutil.Process(trainer.pid).children() if p.pid != copy]
+        assert [p.ppid() for p in family[:1]] == [p.pid for p in servers[:1]]
+        if how == "stopped":
             for one in family:
                 one.suspend()
         trainer.kill()
-        _, alive = psutil.wait_procs([*family, server], timeout=5)
+        _, alive = psutil.wait_procs([*family, *servers], timeout=5)
         for one in alive:
             one.kill()
+        if copy:
+            os.kill(copy, signal.SIGKILL)
         assert not alive, f"{alive} outlived their trainer"
 
 
@@ -305,13 +323,13 @@ async def test_two_jobs_beside_each_other_do_not_meet() -> None:
     """Two trainers with replicas of the same names: killing one leaves the other alone."""
     jobs = [
         subprocess.Popen(  # noqa: ASYNC220
-            [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", PARENT, "plain"], stdout=subprocess.PIPE, text=True
         )
         for _ in range(2)
     ]
     try:
         lines = [job.stdout.readline() for job in jobs if job.stdout is not None]
-        families = [[psutil.Process(int(pid)) for pid in line.split()] for line in lines]
+        families = [[psutil.Process(int(pid)) for pid in line.split()[:2]] for line in lines]
         jobs[0].kill()
         psutil.wait_procs(families[0], timeout=5)
         assert not any(p.is_running() for p in families[0])
