@@ -97,6 +97,7 @@ soak: venv
 		$(BIN)/pytest -q tests/integration/test_reference_storm.py tests/integration/test_reference_steps.py \
 			tests/integration/test_state_machine_reference.py tests/integration/test_conformance_reference.py \
 			tests/unit/test_state_machine_oracle.py $(PYTEST_ARGS) || exit 1; \
+		HOTBUNK_FAULTS=60 $(BIN)/pytest -q tests/integration/shm $(PYTEST_ARGS) || exit 1; \
 	done
 	HOTBUNK_KILLS=200 $(BIN)/pytest -q tests/unit/test_process_supervision.py -k random $(PYTEST_ARGS)
 

@@ -46,7 +46,7 @@ class SyncPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     release_kv: ReleaseKV = ReleaseKV.AUTO
     verify: Verify = Verify.APPLIED
     strategy: str = "all"
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int = 32 << 20
     deadline: float = 600.0
 
     def __post_init__(self) -> None:

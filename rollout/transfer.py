@@ -48,7 +48,7 @@ class Manifest(msgspec.Struct, frozen=True):
     version: Version
     tensors: tuple[TensorSpec, ...]
     scope: Scope = FULL
-    bucket_bytes: int = 64 << 20
+    bucket_bytes: int = 32 << 20
     fingerprint: str = "none"  # kind of the fingerprints sent after the last bucket, or none
     metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)  # ``lora_alpha``, say
 

@@ -51,6 +51,7 @@ class Member:
 class Stream:
     """Receivers that get the same buckets, of at most ``room`` bytes.
 
+    :param batch: bytes of source tensors that are held before they are copied.
     :param halves: where buckets are packed; none if every member is written in place.
     """
 
@@ -58,11 +59,13 @@ class Stream:
         self,
         want: tuple[Want, ...],
         room: int,
+        batch: int,
         members: Sequence[Member],
         halves: Sequence[torch.Tensor],
     ) -> None:
         self.want = want
         self.room = room
+        self.batch = batch
         self.members = list(members)
         self.halves = list(halves)
         self.table = cut(want, room)
@@ -72,7 +75,7 @@ class Stream:
         """What a plan is made for, but for the tensors."""
         lie = [t.data_ptr() for t in self.halves]
         lie += [m.target.data_ptr() for m in self._in_place()]  # type: ignore[union-attr]
-        return (self.want, self.room, tuple(lie))
+        return (self.want, self.room, self.batch, tuple(lie))
 
     def alive(self) -> bool:
         """Whether anybody still wants it."""
@@ -313,8 +316,8 @@ class _Lane:
         if position is None:
             return
         nbytes = tensor.nbytes
-        if self._held and self._held_bytes + nbytes > self.stream.room:
-            self._copy()  # live bytes: one bucket, and one tensor
+        if self._held and self._held_bytes + nbytes > self.stream.batch:
+            self._copy()  # live bytes: one batch, and one tensor
         while self._live and self._piece is not None and self._piece[1].index == index:
             number, entry = self._piece
             if number != self._number:
@@ -327,7 +330,7 @@ class _Lane:
             self._used = entry.offset + entry.nbytes
             self._piece = next(self._due, None)
         self._held_bytes += nbytes
-        if self._held_bytes > self.stream.room:
+        if self._held_bytes > self.stream.batch:
             self._copy()
 
     def forget(self) -> None:

@@ -57,6 +57,7 @@ HELLO_WAIT = 5.0  # seconds for somebody who connected to say who it is
 CLOSE_WAIT = 30.0  # seconds to wait for a source that was cut off in the middle of a tensor
 QUIET_WAIT = 5.0  # seconds for the copies under way to end
 IN_PLACE_WINDOW = 8  # buckets written ahead of a receiver's acknowledgement; they take no memory
+IN_PLACE_BUCKETS = 8  # and for the same reason they are that many times as large
 
 
 class Sender:
@@ -437,7 +438,7 @@ class _Party:
 
     def __init__(self, want: tuple[layout.Want, ...], bucket_bytes: int) -> None:
         self.want = want
-        self.room = layout.room(bucket_bytes, want)
+        self.batch = bucket_bytes
         self.peers: list[Peer] = []
         self._halves: Halves | None = None
 
@@ -445,6 +446,11 @@ class _Party:
     def packed(self) -> bool:
         """Whether anybody needs a bucket with bytes in it."""
         return any(peer.mapped is None for peer in self.peers)
+
+    @property
+    def room(self) -> int:
+        """Bytes of a bucket at most."""
+        return layout.room(self.batch * (1 if self.packed else IN_PLACE_BUCKETS), self.want)
 
     def stream(self, halves: Halves | None) -> Stream:
         self._halves = halves
@@ -455,9 +461,10 @@ class _Party:
                 peer.member = Member(HALVES)
                 peer.member.granted = HALVES
             peer.member.gone = peer.replica.over
-        tensors = [half[: self.room] for half in halves.tensors()] if halves else []
+        room = self.room
+        tensors = [half[:room] for half in halves.tensors()] if halves else []
         members = [peer.member for peer in self.peers if peer.member is not None]
-        return Stream(self.want, self.room, members, tensors)
+        return Stream(self.want, room, self.batch, members, tensors)
 
     def go(self) -> None:
         """Tell them. An arena is not written to before its receiver pulls."""

@@ -105,12 +105,23 @@ async def test_a_stranger_is_told_to_go(data: bytes, offered: Any) -> None:
         b"\x05",
         b"\x05\x00\x00\x00ab",
         (HELLO_BYTES + 1).to_bytes(4, "little") + b"x" * 100,
+        frame(Hello("0" * HELLO_BYTES, 0)),
         b"\xff\xff\xff\xff",
         b"\x03\x00\x00\x00\xc1\xc1\xc1",
         b"\x00\x00\x00\x00",
         (2000).to_bytes(4, "little") + b"\x91" * 2000,
     ],
-    ids=["nothing", "half a length", "cut", "long", "4 GiB", "no msgpack", "empty", "deep"],
+    ids=[
+        "nothing",
+        "half a length",
+        "cut",
+        "long",
+        "long and whole",
+        "4 GiB",
+        "no msgpack",
+        "empty",
+        "deep",
+    ],
 )
 async def test_broken_frames_of_strangers(data: bytes, offered: Any) -> None:
     channel = await stranger(offered.tickets[0])
@@ -377,22 +388,38 @@ async def test_refused_is_an_error_of_its_own(tmp_path: Path) -> None:
     await asyncio.wait({running})
 
 
-async def test_a_receiver_sees_the_buckets_and_cannot_change_them(
+async def test_what_one_receiver_does_to_its_bucket_no_other_sees(
     transport: ShmTransport, spawn: Any, shm: Any
 ) -> None:
-    """What one receiver writes into its bucket, no other receiver reads."""
     offer, serving = await shm.offer(transport, NAMED, 1 << 20, ranks=[1, 1])
+    process = await spawn()
+    other = process.tell(offer.tickets[1], fault={"phase": "bucket", "kind": "hang"})
     transfer = await open_transfer(offer.tickets[0])
-    other = (await spawn()).tell(offer.tickets[1], fault={"phase": "bucket", "kind": "hang"})
     await transfer.accept(None)
     async for bucket in transfer.buckets():
+        await process.reached.wait()  # it has not read the bucket yet
         bucket.data[:] = bytes(len(bucket.data))
-        break
-    await transfer.abort(ValueError("enough"))
-    serving.cancel()
-    await asyncio.wait({serving})
+    shm.resume(process)
+    await transfer.commit()
+    assert (await other)["sha"] == {n: shm.sha(t) for n, t in NAMED.items()}
+    await serving
     await offer.close()
-    other.cancel()
+
+
+async def test_a_frame_with_a_descriptor_is_sent_once() -> None:
+    """A peer that reads it and leaves at once is no error."""
+    ours, theirs = socket.socketpair()
+
+    class Leaving(socket.socket):
+        def sendmsg(self, *args: Any) -> int:
+            sent = super().sendmsg(*args)
+            theirs.close()
+            return sent
+
+    channel = Channel(Leaving(fileno=ours.detach()))
+    with open(os.devnull, encoding="utf-8") as file:  # noqa: ASYNC230 - it is no disk
+        await channel.send(frame(Go(False, 64)), file.fileno())
+    channel.close()
 
 
 async def test_end_without_buckets(tmp_path: Path) -> None:

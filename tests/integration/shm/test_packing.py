@@ -95,7 +95,7 @@ async def test_each_case_arrives_bit_for_bit_b1_b2_b5(
     way: str, transport: ShmTransport, spawn: Any, shm: Any
 ) -> None:
     receiver = await spawn()
-    for (name, named), bucket in itertools.product(CASES.items(), (64, 1000, 4096)):
+    for (name, named), bucket in itertools.product(CASES.items(), (64, 777, 4096)):
         layout, size = layout_for(named)
         told: dict[str, Any] = {"arena": size} if way == "in_place" else {}
         if way != "packed":
@@ -168,6 +168,15 @@ async def test_a_rank_gets_only_the_slices_its_layout_names(
         assert said["verified"] == sorted(shard)
     await serving
     await offer.close()
+
+
+async def test_buckets_of_an_odd_size(transport: ShmTransport, spawn: Any, shm: Any) -> None:
+    named = {"scales": random((900,), torch.float64)}
+    offer, serving = await shm.offer(transport, named, 777)
+    said = await (await spawn()).tell(offer.tickets[0])
+    await serving
+    await offer.close()
+    assert said["sha"] == expected(shm, named, None)
 
 
 async def test_a_tie_of_the_trainer_fills_both_places_of_an_engine_without_it(
