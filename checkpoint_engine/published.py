@@ -458,6 +458,8 @@ class OpenSet:
                 raise TransferFailed(f"the record of set {self.name!r}: {error}") from error
         if record.format != FORMAT or len(record.files) != len(record.manifest.tensors):
             raise TransferFailed(f"the record of set {self.name!r} is of another kind")
+        if len({spec.name for spec in record.manifest.tensors}) != len(record.files):
+            raise TransferFailed(f"the record of set {self.name!r} has a name twice")
         return record
 
     def _check(self, home: int) -> list[Stored]:
