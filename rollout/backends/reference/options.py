@@ -15,8 +15,9 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type of weights and KV. ``kv_cache_tokens``: how many tokens of KV the pool holds, over all
     requests. ``block_size``: tokens a KV block. ``max_num_batched_tokens``: tokens a step at most.
     ``max_num_seqs``: requests that run at once. ``enable_prefix_caching``: whether KV
-    of one request may serve another with the same beginning. ``backup_dir``: where backups go (default: the
-    system's temporary folder).
+    of one request may serve another with the same beginning. ``backup_dir``: where backups go
+    (default: the system's temporary folder). ``quantization``: ``int8`` keeps linear layers in eight
+    bits; syncs carry them as they are.
     """
 
     model: str
@@ -28,12 +29,15 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 256
     enable_prefix_caching: bool = True
     backup_dir: str | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         if self.load not in ("disk", "empty"):
             raise ConfigError(f"load={self.load!r} is neither 'disk' nor 'empty'")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r} is not float32, bfloat16 or float16")
+        if self.quantization not in (None, "int8"):
+            raise ConfigError(f"quantization={self.quantization!r} is not int8")
         sizes = ("kv_cache_tokens", "block_size", "max_num_batched_tokens", "max_num_seqs")
         for name in sizes:
             if getattr(self, name) < 1:

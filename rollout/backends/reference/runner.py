@@ -19,6 +19,7 @@ from hotbunk.rollout.arena import Survival
 from hotbunk.rollout.backends.reference.attention import StepContext
 from hotbunk.rollout.backends.reference.lora import AdapterBank
 from hotbunk.rollout.backends.reference.options import ReferenceOptions
+from hotbunk.rollout.backends.reference.quantize import quantise_model, quantised
 from hotbunk.rollout.backends.reference.sampler import Drawn, draw
 from hotbunk.rollout.backends.reference.scheduler import Plan, Sequence
 from hotbunk.rollout.backends.reference.weights import load_model
@@ -39,7 +40,10 @@ class ModelRunner:
         self.model = load_model(options)
         self.config: Any = self.model.config
         self.max_context = int(self.config.max_position_embeddings)
-        dtype = dtype_from(options.dtype)
+        dtype = self.dtype = dtype_from(options.dtype)
+        if options.quantization == "int8":
+            quantise_model(self.model)
+        self.quantised = quantised(self.model)
         self.binding = ModuleBinding(self.model, self.pool, Tag.WEIGHTS, TARGET)
         self.adapters = AdapterBank(self.model, self.pool, dtype)
         self._kv = self._make_kv(dtype)

@@ -79,14 +79,18 @@ class Writer:
 
     def differing(self, expected: Mapping[str, int]) -> list[str]:
         """Names whose content in the arena is not what was sent."""
-        held = [
+        held = self._held()
+        found = fingerprints([(target, 0) for _, target in held])
+        pairs = zip(held, found, strict=True)
+        return list(dict.fromkeys(name for (name, _), one in pairs if one != expected.get(name)))
+
+    def _held(self) -> list[tuple[str, torch.Tensor]]:
+        """What lies in the arena as it was sent."""
+        return [
             (spec.name, target)
             for spec, targets in zip(self._manifest.tensors, self._targets, strict=True)
             for target, _ in targets
         ]
-        found = fingerprints([(target, 0) for _, target in held])
-        pairs = zip(held, found, strict=True)
-        return list(dict.fromkeys(name for (name, _), one in pairs if one != expected.get(name)))
 
 
 def load_model(options: ReferenceOptions) -> Any:
