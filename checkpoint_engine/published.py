@@ -206,7 +206,7 @@ class Writing:
     def discard(self) -> None:
         """Leave nothing. Idempotent; nothing is left to discard once it is published."""
         self._close()
-        shutil.rmtree(self._home, ignore_errors=True)
+        _delete(self.root, self._home.name)  # under a name that anybody cleans, if we die in it
 
     def _begin(self, number: int, name: str, indices: Sequence[int]) -> None:
         stored = [_stored_as(self.manifest.tensors[i]) for i in indices]
@@ -336,7 +336,7 @@ def _delete_left_over(root: Path, name: str) -> None:
 
 def _delete(root: Path, name: str) -> None:
     gone = root / f".old-{uuid.uuid4().hex}"
-    with suppress(FileNotFoundError):  # somebody else prunes, too
+    with suppress(FileNotFoundError):  # it is published, or somebody else prunes, too
         (root / name).rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 

@@ -377,10 +377,12 @@ class NegotiatedOffer(Offer):
             elif not 0 <= hello.rank < party.size or hello.rank in party.members:
                 why = f"rank {hello.rank} of {party.size} is taken, or is none"
             elif not party.alive:
-                why = str(party.failure or "the replica has ended")
+                why = "this replica's part in the sync is over"
         try:
             if party is None or why or not isinstance(hello, Hello):
-                await channel.send(Abort(Failure("TransferFailed", why), refused=True), 1.0)
+                known_why = party.failure if party is not None and not party.alive else None
+                failure = known_why or Failure("TransferFailed", why)
+                await channel.send(Abort(failure, refused=True), _FAREWELL)
                 return None
             member = Member(channel, hello)
             party.joined(member)

@@ -39,7 +39,7 @@ from hotbunk.rollout.errors import (
     UpdateRefused,
 )
 
-OPEN_WAIT = 20.0  # seconds for a sender to answer
+OPEN_WAIT = 10.0  # seconds for a sender to answer
 ABORT_WAIT = 2.0  # seconds for a sender to take a word of farewell
 PROCESS = uuid.uuid4().hex  # of this process; a fork copies it, and forks hold no transfers
 

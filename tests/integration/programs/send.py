@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ class Failing:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if self.how == "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
+                    time.sleep(1)  # another thread may have been the one to stop first
                 raise RuntimeError("the gather broke")
             yield tensor
 
