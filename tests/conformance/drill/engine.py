@@ -27,6 +27,14 @@ def setup() -> None:
     register(BACKENDS, NAME, f"{__name__}:create")
 
 
+def sabotaged() -> None:
+    """For the drill's own test: an engine's process in which no dirty mark is ever set."""
+    from hotbunk.rollout.lifecycle import Residency
+
+    setup()
+    Residency.written = lambda self, groups: None  # type: ignore[method-assign]
+
+
 def create(**options: Any) -> OracleEngine:
     """An oracle with the fault plan of this process."""
     return create_oracle(faults=_Drilled(), **options)

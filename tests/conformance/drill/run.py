@@ -42,6 +42,7 @@ QUICK = Deadlines(
     hold=20.0, drain=2.0, memory=2.0, update=UPDATE, inspect=1.0, grace=1.0, start=60.0
 )
 TRANSPORTS = ("shm", "disk")
+SETUP = "hotbunk.conformance.drill.engine:setup"
 
 
 class Round(msgspec.Struct):
@@ -79,8 +80,10 @@ class Drill:
     :param ranks: data-parallel ranks of each replica.
     """
 
-    def __init__(self, folder: Path, *, replicas: int = 2, ranks: int = 1) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, *, replicas: int = 2, ranks: int = 1, setup: str = SETUP
+    ) -> None:
+        self.folder, self.setup = folder, setup
         self.replicas, self.ranks = replicas, ranks
         self.step = 0
         self.handles: list[ProcessHandle] = []
@@ -104,7 +107,7 @@ class Drill:
             deadlines=QUICK,
             data_parallel=self.ranks,
             env={engine.FOLDER: str(self.folder), engine.REPLICA: str(number)},
-            setup="hotbunk.conformance.drill.engine:setup",
+            setup=self.setup,
         )
 
     def _transport(self, name: str) -> Transport:
@@ -207,13 +210,18 @@ class Drill:
 
 
 async def drill(
-    faults: list[Fault], *, replicas: int, ranks: int, tell: Callable[[Round], None]
+    faults: list[Fault],
+    *,
+    replicas: int,
+    ranks: int,
+    tell: Callable[[Round], None],
+    setup: str = SETUP,
 ) -> list[Round]:
     """Run the faults one after another; what is left behind at the end is the last round's fault."""
     rounds = []
     before = _leftovers()
     with tempfile.TemporaryDirectory(prefix="hotbunk-drill-") as folder:
-        it = Drill(Path(folder), replicas=replicas, ranks=ranks)
+        it = Drill(Path(folder), replicas=replicas, ranks=ranks, setup=setup)
         try:
             await it.start()
             for fault in faults:
