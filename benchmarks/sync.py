@@ -88,7 +88,8 @@ class _Pair:
         self._threads = threads
         self._stack = contextlib.ExitStack()
         self._steps = itertools.count(1)
-        self._transport = ShmTransport()
+        # One a way, as a trainer has one: it keeps what that way needs.
+        self._transports: dict[tuple[bool, str], ShmTransport] = {}
 
     def __enter__(self) -> Self:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
@@ -114,7 +115,8 @@ class _Pair:
             self._process.kill()
             self._process.join()
         self._pipe.close()
-        self._runner.run(self._transport.close())
+        for transport in self._transports.values():
+            self._runner.run(transport.close())
         self._stack.close()
 
     def rows(self, suffix: str) -> list[Row]:
@@ -185,7 +187,8 @@ class _Pair:
         source = state_dict_source(self.named)
         version = Version(0, next(self._steps))
         manifest = Manifest(version, source.specs(), FULL, BUCKET, fingerprint)
-        offer = await self._transport.offer(source, manifest, deadline=60.0)
+        transport = self._transports.setdefault((in_place, fingerprint), ShmTransport())
+        offer = await transport.offer(source, manifest, deadline=60.0)
         ticket = msgspec.to_builtins(offer.tickets[0])
         self._ask("shm", ticket=ticket, in_place=in_place)
         await offer.serve()

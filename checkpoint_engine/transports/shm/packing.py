@@ -301,7 +301,7 @@ class _Lane:
         self._flat: tuple[int, torch.Tensor] | None = None
         self._key = stream.key
         self._live = True
-        plans.use(self._key)
+        plans.use((self._key, with_sums))
         if with_sums:
             self.sums = {self._specs[one.spec].name: 0 for one in stream.want}
 
@@ -360,7 +360,7 @@ class _Lane:
         number, self._batches = self._batches, self._batches + 1
         if self.stream.key != self._key:  # somebody left
             self._key = self.stream.key
-            self._plans.use(self._key)
+            self._plans.use((self._key, self._with_sums))
         batch = self._plans.find(number, held)
         if batch is None:
             found = self._write_anew(number, held)

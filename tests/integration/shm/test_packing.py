@@ -12,6 +12,7 @@ from hotbunk.checkpoint_engine.source import state_dict_source
 from hotbunk.checkpoint_engine.transports.shm import ShmTransport
 from hotbunk.rollout.binding import dtype_name
 from hotbunk.rollout.contract import Placement, ReceiverLayout, Version
+from hotbunk.rollout.fingerprint import KIND
 
 pytestmark = pytest.mark.anyio
 
@@ -242,6 +243,20 @@ async def test_plans_are_reused_while_tensors_stay_and_made_anew_when_they_move(
     layout, size = layout_for(named)
     told = {"layout": layout, "arena": size} if in_place else {}
     await sync(4)
+
+
+async def test_plans_are_for_one_kind_of_verifying(
+    transport: ShmTransport, spawn: Any, shm: Any
+) -> None:
+    named = {str(n): random((50 + n,)) for n in range(30)}
+    receiver = await spawn()
+    for kind in ("none", KIND, "none"):
+        offer, serving = await shm.offer(transport, named, 1000, fingerprint=kind)
+        said = await receiver.tell(offer.tickets[0])
+        await serving
+        await offer.close()
+        assert said["sha"] == expected(shm, named, None)
+        assert said["verified"] == ([] if kind == "none" else sorted(named))
 
 
 async def test_a_source_is_walked_once_for_all_replicas(
