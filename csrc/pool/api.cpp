@@ -81,7 +81,8 @@ Status open_driver(const hb_pool_options &options, Opened *opened) {
   char *end = nullptr;
   unsigned long long number = strtoull(rest.c_str(), &end, 10);
   bool counted = !rest.empty() && *end == 0 && rest[0] >= '0' && rest[0] <= '9';
-  opened->store = file_store(options.backup_dir ? options.backup_dir : "");
+  bool files = options.backup_dir && *options.backup_dir;
+  opened->store = files ? file_store(options.backup_dir) : memory_store();
   if (kind == "host" && rest.empty()) {
     opened->driver = host_driver();
     return {};
@@ -267,15 +268,7 @@ int32_t hb_pool_resume(hb_pool pool, const char *const *tags, uint64_t count,
 }
 
 int64_t hb_resident(uint64_t address, uint64_t nbytes) {
-  try {
-    std::vector<unsigned char> flags(nbytes / hb::page_size());
-    if (mincore(hb::pointer(address), nbytes, flags.data())) return -1;
-    int64_t count = 0;
-    for (unsigned char flag : flags) count += flag & 1;
-    return count * static_cast<int64_t>(hb::page_size());
-  } catch (const std::exception &) {
-    return -1;
-  }
+  return hb::resident_bytes(address, nbytes);
 }
 
 int32_t hb_pool_check(hb_pool pool, hb_outcome *outcome) {
