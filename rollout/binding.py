@@ -84,10 +84,10 @@ def parameters_on_meta() -> Iterator[None]:
     """
     me = threading.get_ident()
 
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and threading.get_ident() == me and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        original(module, name, parameter)
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and threading.get_ident() == me and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        original(self, name, param)
 
     with _building:
         original = nn.Module.register_parameter
@@ -142,7 +142,8 @@ def _become(parameter: torch.Tensor, data: torch.Tensor) -> None:
 
     Data cannot be set from another kind of device, but two objects can exchange what they are.
     """
-    torch.utils.swap_tensors(parameter, nn.Parameter(data, parameter.requires_grad))
+    own = nn.Parameter(data, parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, own)  # type: ignore[no-untyped-call]
 
 
 class ModuleBinding:

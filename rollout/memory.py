@@ -20,7 +20,7 @@ import ctypes
 import tempfile
 import threading
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,8 @@ class NativePool(MemoryPool):
         without accelerators a backup in memory would save nothing.
     :param library: what is opened as the CUDA or ACL driver.
     :param wait: seconds a release waits for the device to count memory as free.
+    :param after_release: called once after each release that gave memory back: what else holds
+        memory of the device (torch's cache) gives it back there.
     :raises NativeUnavailable: hotbunk was installed pure.
     :raises Unsupported: the driver cannot be used on this machine; says why.
     :raises ConfigError: there is no such driver.
@@ -204,7 +206,9 @@ class NativePool(MemoryPool):
         backup_dir: Path | None = None,
         library: Path | None = None,
         wait: float = 2.0,
+        after_release: Callable[[], None] | None = None,
     ) -> None:
+        self._after_release = after_release
         self.lib = native.load().lib
         self.driver = driver
         options = Options(
@@ -278,8 +282,19 @@ class NativePool(MemoryPool):
         outcome = Outcome()
         array = (Choice * len(choices))(*choices)
         code = self.lib.hb_pool_release(self.number, array, len(choices), outcome)
+        if outcome.expected and code in (Code.OK, Code.INCOMPLETE) and self._after_release:
+            self._after_release()
         self.check(code, outcome)
-        return msgspec.structs.replace(self.memory(), freed=outcome.freed)
+        report = self.memory()
+        outside = max(self._in_use() - report.resident(), 0)
+        return msgspec.structs.replace(report, freed=outcome.freed, outside=outside)
+
+    def _in_use(self) -> int:
+        """Bytes in use: of the device, or of this process where its own pages are counted."""
+        if self.measured_by == "process":
+            return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE
+        facts = self.facts()
+        return facts.total - facts.free
 
     def resume(self, tags: Collection[str]) -> MemoryReport:
         names = [tag.encode() for tag in checked(tags)]

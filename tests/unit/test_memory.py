@@ -15,9 +15,10 @@ import pytest
 from hotbunk.rollout.contract import Retention
 from hotbunk.rollout.errors import (
     MemoryFault,
+    ReleaseIncomplete,
     SessionError,
 )
-from hotbunk.rollout.memory import ALIGN, PAGE, HostPool, NativeArena, Survival
+from hotbunk.rollout.memory import ALIGN, PAGE, HostPool, NativeArena, NativePool, Survival
 
 MIB = 1 << 20
 BACKUP, DISCARD, RESIDENT = Retention.BACKUP, Retention.DISCARD, Retention.RESIDENT
@@ -275,3 +276,32 @@ def test_counting_goes_on_while_arenas_come_and_go(pool: HostPool) -> None:
     stop.set()
     counter.join()
     assert not faults
+
+
+def test_a_release_names_who_still_holds_memory_m10(pool: HostPool) -> None:
+    """An engine with memory that no tag owns: it is named, and strict callers get an error."""
+    filled(pool, "weights", "target", size=8 * MIB)
+    filled(pool, "kv_cache")
+    before = pool.release(["nothing"], DISCARD).outside
+    untagged = mmap.mmap(-1, 64 * MIB)
+    untagged[:] = b"\1" * len(untagged)
+    report = pool.release(["weights"], DISCARD)
+    held = report.residual()
+    assert list(held) == ["outside", "kv_cache"], "most first"
+    assert held["kv_cache"] == 4 * MIB
+    assert 60 * MIB < held["outside"] - before < 70 * MIB
+    assert "kv_cache" not in report.residual(["weights"])
+    report.require_residual(held["outside"] + 4 * MIB)
+    with pytest.raises(ReleaseIncomplete, match=f"outside {held['outside']}, kv_cache {4 * MIB}"):
+        report.require_residual(64 * MIB)
+    untagged.close()
+    assert pool.release(["kv_cache"], DISCARD).residual().keys() == {"outside"}
+
+
+def test_persistent_memory_is_residual_by_its_owner_m10(tmp_path: Path) -> None:
+    pool = NativePool(f"fake:{16 * MIB}", backup_dir=tmp_path)
+    pool.arena("weights", 2 * MIB, "target", persistent=MIB)
+    report = pool.release(["weights"], DISCARD)
+    assert report.residual() == {"weights/target": MIB}
+    assert report.freed == 2 * MIB
+    pool.close()

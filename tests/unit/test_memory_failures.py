@@ -130,7 +130,7 @@ def test_locked_pages_are_given_back_or_nothing_is(pool: HostPool) -> None:
     unchanged(pool, {arena: before})
 
 
-def test_memory_that_the_device_goes_on_counting_is_an_error_and_it_is_released_m10(
+def test_memory_that_the_device_goes_on_counting_is_an_error_and_it_is_released_m10_m12(
     fake: NativePool,
 ) -> None:
     arena = filled(fake, "weights")
