@@ -126,7 +126,7 @@ class AdapterBank:
         """Which rows of the coming step belong to which adapter."""
         device = self._pool.device
         self._rows = [
-            (self._adapters[name], torch.tensor(at, device=device)) for name, at in rows.items()
+            (self._adapters[name], torch.tensor(at).to(device)) for name, at in rows.items()
         ]
 
     def _hook(self, layer: str) -> Any:

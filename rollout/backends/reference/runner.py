@@ -75,8 +75,8 @@ class ModelRunner:
                 ends.append(at - 1)
         self.adapters.use(rows)
         hidden = self.model.model(
-            input_ids=torch.tensor([ids], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
+            input_ids=torch.tensor([ids]).to(self.device),
+            position_ids=torch.tensor([positions]).to(self.device),
             use_cache=False,
             hotbunk_step=StepContext.of(plan, self._kv, self._block_size),
         ).last_hidden_state
@@ -84,7 +84,8 @@ class ModelRunner:
             return [None] * len(chunks)
         self.adapters.use({})  # the head works on other rows, and no adapter adds to it
         # Drawn on the host: the same tokens whatever the device, and they are wanted here.
-        logits = self.model.lm_head(hidden[0, ends]).float().cpu()
+        last = hidden[0].index_select(0, torch.tensor(ends).to(self.device))
+        logits = self.model.lm_head(last).float().cpu()
         results = iter(draw(logits, [c.sequence for c in chunks if c.samples]))
         return [next(results) if c.samples else None for c in chunks]
 
