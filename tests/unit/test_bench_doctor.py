@@ -86,6 +86,8 @@ def test_doctor_lists_findings() -> None:
     by_name = {(f["kind"], f["name"]): f for f in found}
     assert by_name["version", "python"]["usable"]
     assert by_name["driver", "host"]["usable"]
+    assert by_name["driver", "shared"]["why"]
+    assert by_name["setting", "expandable segments"]["usable"]
     assert by_name["backend", "oracle"]["usable"]
     assert by_name["transport", "naive"]["usable"]
     assert {"cuda", "acl"} <= {name for kind, name in by_name if kind == "driver"}
@@ -112,3 +114,5 @@ def test_doctor_in_a_pure_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not found["native", "library"].usable
     assert "HOTBUNK_PURE" in found["native", "library"].remedy
     assert not found["native", "kernels"].usable
+    assert not found["driver", "host"].usable
+    assert "HOTBUNK_PURE" in found["driver", "host"].remedy
