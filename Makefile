@@ -106,7 +106,8 @@ test-engines: engine-venv
 
 clean:
 	rm -rf .venv .venv-* build dist src/hotbunk/_native
-	rm -rf csrc/.cmake csrc/CMakeCache.txt csrc/CMakeFiles csrc/CMakeInit.txt csrc/cmake_install.cmake csrc/build.ninja \
+	rm -rf csrc/.cmake csrc/CMakeCache.txt csrc/CMakeFiles csrc/CMakeInit.txt csrc/build.ninja \
 		csrc/Makefile csrc/.ninja_deps csrc/.ninja_log csrc/.skbuild-info.json csrc/install_manifest*.txt
+	find csrc \( -name cmake_install.cmake -o -name CMakeFiles \) -prune -exec rm -rf {} +
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,102 +1,60 @@
-"""The sync as a transaction over many replicas.
+"""Sleeps, wakes and updates a set of replicas for one trainer.
 
-A sync is a list of steps, each with its undo. One replica's failure never decides the others': a
-sync of N replicas ends in N outcomes. This is the colocated ("naive") path: the trainer's memory
-and the engine's take turns.
+A sync is a transaction (:mod:`hotbunk.checkpoint_engine.transaction`); this is who starts one, on
+which replicas, and what is known of them afterwards. Two paths, one code: colocated, the trainer's
+memory and the engine's take turns; elsewhere, generation is paused around the transfer.
 
     sleep_replicas   pause(sleep's own) -> quiesce -> release(weights + KV)
-    update_weights   resume(weights) -> offer, accept, transfer, apply, verify, commit
-                     -> the trainer lets go, on all its ranks -> resume(KV): sleep's pause ends
+    update_weights   pause -> make room -> offer, accept, transfer, apply, verify, commit
+                     -> the trainer lets go, on all its ranks -> KV comes back, pauses end
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
+import msgspec
+
+from hotbunk.checkpoint_engine.members import Adapters, Members
 from hotbunk.checkpoint_engine.observe import Observer, Unobserved
-from hotbunk.checkpoint_engine.policy import (
-    Outcome,
-    ReleaseKV,
-    ReplicaOutcome,
-    SyncPolicy,
-    SyncReport,
-    Verify,
-)
+from hotbunk.checkpoint_engine.policy import Outcome, SyncPolicy, SyncReport
+from hotbunk.checkpoint_engine.ranks import Led, OneRank, TrainerRanks, follow
 from hotbunk.checkpoint_engine.source import WeightSource
+from hotbunk.checkpoint_engine.transaction import LetGo, Part, Run, Transaction, trainer_failed
 from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout import errors
-from hotbunk.rollout.calls import engine_failed
 from hotbunk.rollout.contract import (
     FULL,
+    AbortReport,
     Deployment,
-    Manifest,
     MemoryReport,
+    PauseMode,
+    PauseReport,
     Retention,
     Scope,
-    Tag,
-    Ticket,
-    UpdateReport,
+    ScopeKind,
     Version,
 )
-from hotbunk.rollout.fingerprint import KIND
-from hotbunk.rollout.gate import SYNC
+from hotbunk.rollout.gate import CALLER, SYNC
 from hotbunk.rollout.handle import ReplicaHandle
-from hotbunk.rollout.lifecycle import KV, Weights
 from hotbunk.rollout.status import Health, ReplicaStatus
 
-log = logging.getLogger(__name__)
-SENDER_WAIT = 5.0  # seconds
-LetGo = Callable[[], Awaitable[None]]
-
-
-class _Run:
-    """One replica's way through one sync: what was done, and how to undo it."""
-
-    def __init__(self, handle: ReplicaHandle) -> None:
-        self.handle = handle
-        self.phases: dict[str, float] = {}
-        self.undo: list[Callable[[], Awaitable[object]]] = []  # until the commit
-        self.committed = False
-        self.wakes_kv = False  # KV was away before, or is for the time of the sync
-        self.update: UpdateReport | None = None
-        self.outcome: Outcome | None = None
-        self.error: errors.HotbunkError | None = None
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - began
-
-    def ended(self, outcome: Outcome, error: errors.HotbunkError | None = None) -> None:
-        self.outcome, self.error = outcome, error
-
-    def result(self, version: Version) -> ReplicaOutcome:
-        assert self.outcome is not None
-        has_it = self.outcome in (Outcome.COMMITTED, Outcome.FENCED)
-        return ReplicaOutcome(
-            self.handle.name,
-            self.outcome,
-            version if has_it else None,
-            self.update,
-            str(self.error or ""),
-            type(self.error).__name__ if self.error else "",
-            self.phases,
-        )
+T = TypeVar("T")
 
 
 class CheckpointEngineManager:
     """Sleeps, wakes and updates a set of replicas for one trainer.
 
+    Holds no truth about a replica that the replica does not hold itself: a manager that died is
+    replaced by a new one that :meth:`adopt` s what it finds.
+
     :param free_cache_engine: False: no release and no resume is ever called; updates still work.
+    :param frozen_base: only adapters change, so sleep keeps a backup of the weights.
+    :param ranks: the trainer's ranks. Each has a manager; those of followers have no replicas.
     """
 
     def __init__(
@@ -108,27 +66,111 @@ class CheckpointEngineManager:
         policy: SyncPolicy | None = None,
         free_cache_engine: bool = True,
         observer: Observer | None = None,
+        frozen_base: bool = False,
+        ranks: TrainerRanks | None = None,
     ) -> None:
-        names = [handle.name for handle in replicas]
-        if len(set(names)) != len(names):
-            raise errors.UsageError(f"replica names must differ: {names}")
-        self.replicas = list(replicas)
+        self.frozen_base = frozen_base
+        self.ranks = ranks or OneRank()
+        if replicas and not self.ranks.leads:
+            raise errors.UsageError("only trainer rank 0 has replicas; give the others none")
+        self._members = Members(replicas)
         self.transport = transport
         self.deployment = deployment
         self.policy = policy or SyncPolicy()
         self.free_cache_engine = free_cache_engine
         self._observer = observer or Unobserved()
+        self._turn = asyncio.Lock()  # verbs that change replicas, one at a time
+        self._waiting: list[_Waiting] = []
+        self._adapters = Adapters()
+
+    @property
+    def replicas(self) -> list[ReplicaHandle]:
+        """Every replica there is now."""
+        return self._members.handles()
+
+    @property
+    def version(self) -> Version | None:
+        """The newest version that some replica committed."""
+        return self._members.current
 
     @property
     def _sleeps(self) -> bool:
         return self.free_cache_engine and self.deployment is not Deployment.STANDALONE
+
+    # -- who is there -------------------------------------------------------------------------
+
+    def routable(self) -> tuple[ReplicaHandle, ...]:
+        """Replicas that serve the current version. One that was removed never is among them."""
+        return self._members.routable()
+
+    async def add_replica(self, handle: ReplicaHandle) -> None:
+        """Take one more in. It is routable from the first sync on that brings it up to date.
+
+        :raises UsageError: the name is taken.
+        """
+        self._members.add(handle)
+        self._members.saw(await handle.status())
+
+    async def remove_replica(self, name: str, *, drain: float = 0.0) -> ReplicaHandle:
+        """Take one out, and turn away who comes to it still. It is not closed.
+
+        ``drain``: seconds that running requests may take to finish; then they are aborted.
+
+        :raises UsageError: no replica of that name.
+        """
+        handle = self._members.remove(name)
+        mode = PauseMode.WAIT if drain else PauseMode.ABORT
+        try:
+            await handle.pause_generation(mode, reject=True, deadline=drain or None)
+        except errors.RequestsInFlight:
+            await handle.pause_generation(PauseMode.ABORT, reject=True)
+        except errors.ReplicaLost:
+            pass  # nobody comes to it any more
+        return handle
+
+    async def adopt(self) -> Version | None:
+        """Take the replicas' word for what they hold, as a restarted manager must; the newest."""
+        for status in await self.statuses():
+            self._members.saw(status)
+        return self.version
+
+    def next_version(self, step: int) -> Version:
+        """The version of a trainer's step: a new incarnation if the trainer went back."""
+        newest = self.version
+        if newest is None:
+            return Version(0, step)
+        return Version(newest.incarnation + (step <= newest.step), step)
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        """Every replica's own word. A restarted manager continues from here."""
+        return list(await asyncio.gather(*(h.status() for h in self.replicas)))
+
+    async def newest_version(self) -> Version | None:
+        """The highest version any replica holds: where a restarted trainer continues."""
+        held = [v for s in await self.statuses() for v in s.versions.values()]
+        return max(held, default=None)
+
+    async def resolve(self, report: SyncReport) -> SyncReport:
+        """The report, with what was in doubt asked again."""
+        outcomes = []
+        for one in report.outcomes:
+            handle = self._members.get(one.replica)
+            if one.outcome is Outcome.IN_DOUBT and handle is not None:
+                status = await handle.status()
+                self._members.saw(status)
+                has_it = report.version in status.versions.values()
+                one = msgspec.structs.replace(
+                    one, outcome=_found(status, has_it), version=report.version if has_it else None
+                )
+            outcomes.append(one)
+        return msgspec.structs.replace(report, outcomes=tuple(outcomes))
 
     # -- sleep and wake -----------------------------------------------------------------------
 
     async def sleep_replicas(self) -> dict[str, MemoryReport]:
         """Make room for the other tenant of the device; a report a replica.
 
-        HYBRID discards what a sync brings back, COLOCATED keeps a backup; STANDALONE, or with
+        HYBRID discards what a sync brings back, COLOCATED and a frozen base keep a backup; STANDALONE, or with
         ``free_cache_engine=False``, nothing is called and the reports say so in ``emulated``.
 
         :raises HotbunkError: the first failure, after every replica was tried.
@@ -140,16 +182,16 @@ class CheckpointEngineManager:
                 else "free_cache_engine is off"
             )
             return {h.name: MemoryReport(emulated=f"no-op: {why}") for h in self.replicas}
-        with self._observer.phase("sleep"):
-            results = await asyncio.gather(
-                *(h.sleep(self._level(h), mode=self.policy.pause) for h in self.replicas),
-                return_exceptions=True,
-            )
-        return dict(zip((h.name for h in self.replicas), _all_or_raise(results), strict=True))
+        async with self._turn:
+            with self._observer.phase("sleep"):
+                reports = await self._all(lambda h: h.sleep(self._level(h), mode=self.policy.pause))
+            await self._meet("slept")
+        return reports
 
     def _level(self, handle: ReplicaHandle) -> int:
         discards = Retention.DISCARD in handle.capabilities.retentions
-        return 2 if self.deployment is Deployment.HYBRID and discards else 1
+        brings_back = self.deployment is Deployment.HYBRID and not self.frozen_base
+        return 2 if brings_back and discards else 1
 
     async def wake_replicas(self) -> dict[str, MemoryReport]:
         """Undo sleep without a sync (COLOCATED: backups are restored).
@@ -159,26 +201,74 @@ class CheckpointEngineManager:
         """
         if not self._sleeps:
             return {h.name: MemoryReport(emulated="no-op") for h in self.replicas}
-        with self._observer.phase("wake_kv"):
-            results = await asyncio.gather(
-                *(h.wake_up(None) for h in self.replicas), return_exceptions=True
+        async with self._turn:
+            await self._meet("may wake")  # no trainer rank still uses the device
+            with self._observer.phase("wake_kv"):
+                return await self._all(lambda h: h.wake_up(None))
+
+    # -- the single steps, for loops that sync in their own way -------------------------------
+
+    async def pause_replicas(
+        self,
+        mode: PauseMode = PauseMode.ABORT,
+        *,
+        clear_cache: bool = True,
+        owner: str = CALLER,
+        deadline: float | None = None,
+    ) -> dict[str, PauseReport]:
+        """Hold generation shut everywhere; returns when no step runs anywhere."""
+        return await self._all(
+            lambda h: h.pause_generation(
+                mode, clear_cache=clear_cache, owner=owner, deadline=deadline
             )
-        return dict(zip((h.name for h in self.replicas), _all_or_raise(results), strict=True))
+        )
 
-    async def statuses(self) -> list[ReplicaStatus]:
-        """Every replica's own word. A restarted manager continues from here."""
-        return list(await asyncio.gather(*(h.status() for h in self.replicas)))
+    async def resume_generation_replicas(self, *, owner: str = CALLER) -> None:
+        """End the owner's pause everywhere."""
+        await self._all(lambda h: h.resume_generation(owner=owner))
 
-    async def newest_version(self) -> Version | None:
-        """The highest version any replica holds: where a restarted trainer continues."""
-        held = [v for s in await self.statuses() for v in s.versions.values()]
-        return max(held, default=None)
+    async def abort_replicas(
+        self, request_ids: Sequence[str] | None = None
+    ) -> dict[str, AbortReport]:
+        """End these requests wherever they are. Does not wait for a sync, nor hold anybody up."""
+        return await self._all(lambda h: h.abort(request_ids))
+
+    async def release_kv_replicas(self, *, keep_kv: bool = False) -> dict[str, MemoryReport]:
+        """Give KV memory back, once *every* replica stands still; weights stay."""
+        if not self.free_cache_engine:
+            return {h.name: MemoryReport(emulated="no-op") for h in self.replicas}
+        async with self._turn, self._still():
+            return await self._all(lambda h: h.release_kv_cache(keep_kv=keep_kv))
+
+    async def resume_kv_replicas(self) -> dict[str, MemoryReport]:
+        """Map KV memory again, empty."""
+        if not self.free_cache_engine:
+            return {h.name: MemoryReport(emulated="no-op") for h in self.replicas}
+        async with self._turn:
+            return await self._all(lambda h: h.resume_kv_cache())
+
+    @asynccontextmanager
+    async def _still(self) -> AsyncIterator[None]:
+        """Every replica stands still inside; who froze requests finds them frozen."""
+
+        async def pause(handle: ReplicaHandle) -> None:
+            held = (await handle.status()).pauses
+            keep = any(pause.mode is PauseMode.KEEP for pause in held)
+            mode = PauseMode.KEEP if keep else PauseMode.WAIT
+            await handle.pause_generation(mode, clear_cache=False, owner=SYNC)
+
+        try:
+            await self._all(pause)
+            yield
+        finally:
+            await self._all(lambda h: h.resume_generation(owner=SYNC))
 
     async def close(self) -> None:
-        """Close every replica."""
-        _all_or_raise(
-            await asyncio.gather(*(h.close() for h in self.replicas), return_exceptions=True)
-        )
+        """Close every replica, and let go of what the transport kept."""
+        try:
+            await self._all(lambda h: h.close())
+        finally:
+            await self.transport.close()
 
     # -- the transaction ----------------------------------------------------------------------
 
@@ -188,227 +278,228 @@ class CheckpointEngineManager:
         version: Version,
         *,
         scope: Scope = FULL,
+        metadata: Mapping[str, Any] | None = None,
         policy: SyncPolicy | None = None,
         let_go: LetGo | None = None,
+        replicas: Collection[str] | None = None,
     ) -> SyncReport:
-        """Bring every replica to ``version``; what slept is awake afterwards.
+        """Bring every replica (or those named) to ``version``; what slept is awake afterwards.
 
         ``let_go`` is called once, after the last byte and before any KV cache is mapped: the
-        trainer gives its memory back there, and returns when all its ranks have.
+        trainer gives its memory back there. With several trainer ranks all call this together, and
+        no KV cache is mapped before all have let go.
+
+        Syncs are made one at a time. Of several that wait, only the newest full one is made: the
+        others return with ``superseded_by`` set, and do not let go.
 
         Cancelled: what had committed keeps its version, but no KV cache is mapped; every other
         replica is as it was, or poisoned.
 
         :raises SyncFailed: not every replica committed; carries the report with each outcome.
+        :raises UsageError: ``rolling`` with a trainer that must let go, or an unknown name.
         """
+        part = Part(source, version, scope, metadata or {})
+        return await self._update([part], policy, let_go, replicas)
+
+    async def update_adapter(
+        self,
+        name: str,
+        adapter: WeightSource,
+        version: Version,
+        *,
+        base: WeightSource,
+        base_version: Version,
+        metadata: Mapping[str, Any] | None = None,
+        policy: SyncPolicy | None = None,
+        let_go: LetGo | None = None,
+        replicas: Collection[str] | None = None,
+    ) -> SyncReport:
+        """Bring an adapter to ``version`` over a base that does not change.
+
+        The base goes first, to those that do not hold it: after a sleep that discarded, at the
+        first sync, or where its bytes are not what was sent. Where it is resident its digest is
+        compared and only the adapter travels. ``adapter`` has tensors of the group
+        ``adapter:<name>``; ``metadata`` goes to the engine (``lora_alpha``).
+
+        :raises SyncFailed, UsageError: as :meth:`update_weights`.
+        """
+        parts = [
+            Part(base, base_version),
+            Part(adapter, version, Scope.adapter(name, base_version), metadata or {}),
+        ]
+        report = await self._update(parts, policy, let_go, replicas)
+        if self.ranks.leads:
+            self._adapters.came(name, report)
+        return report
+
+    async def _update(
+        self,
+        parts: Sequence[Part],
+        policy: SyncPolicy | None,
+        let_go: LetGo | None,
+        replicas: Collection[str] | None,
+    ) -> SyncReport:
+        if not self.ranks.leads:
+            return await self._follow([part.source for part in parts], let_go)
         chosen = policy or self.policy
-        manifest = Manifest(
-            version,
-            source.specs(),
-            scope,
-            chosen.bucket_bytes,
-            "none" if chosen.verify is Verify.OFF else KIND,
-        )
-        runs = [_Run(handle) for handle in self.replicas]
+        if let_go is not None and chosen.strategy != "all":
+            raise errors.UsageError(
+                f"strategy={chosen.strategy} opens replicas before the trainer has let go",
+                remedy="use strategy=all where the trainer shares the device",
+            )
         began = time.perf_counter()
-        phases: dict[str, float] = {}
+        mine = _Waiting(parts)
+        self._waiting.append(mine)
         try:
-            with self._timed(phases, "wake_weights"):
-                await self._each(runs, "wake_weights", partial(self._prepare, policy=chosen))
-            with self._timed(phases, "sync"):
-                await self._send(runs, source, manifest, chosen)
-            with self._timed(phases, "let_go"):
-                await self._let_go(runs, let_go)
-            with self._timed(phases, "wake_kv"):
-                await self._each(runs, "wake_kv", self._open)
-        except asyncio.CancelledError:
-            await asyncio.gather(*(self._cut_off(run) for run in runs))
-            raise
-        seconds = time.perf_counter() - began
-        phases["other"] = seconds - sum(phases.values())
-        report = SyncReport(version, tuple(r.result(version) for r in runs), phases, seconds)
+            mine.meets(self._waiting)
+            async with self._turn:
+                if mine.superseded_by is not None:
+                    return _superseded(mine, began)
+                # It is not waiting any more: a later one must come after it.
+                self._waiting.remove(mine)
+                handles = self._members.handles(replicas)
+                report = await self._sync(parts, chosen, let_go, handles, began)
+        finally:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
         if not report.ok:
             raise errors.SyncFailed(
-                f"version {version} did not reach every replica: {report.summary()}", report
+                f"version {report.version} did not reach every replica: {report.summary()}", report
             )
         return report
 
-    @contextmanager
-    def _timed(self, phases: dict[str, float], name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        with self._observer.phase(name):
-            yield
-        phases[name] = time.perf_counter() - began
-
-    async def _each(
-        self, runs: Sequence[_Run], phase: str, work: Callable[[_Run], Awaitable[None]]
-    ) -> None:
-        """One phase, on every replica still under way. What one raises is its outcome alone."""
-
-        async def one(run: _Run) -> None:
-            try:
-                with run.phase(phase):
-                    await work(run)
-            except errors.HotbunkError as error:
-                await self._failed(run, error)
-            # A boundary: handles and transports are anybody's.
-            except Exception as error:  # noqa: BLE001
-                await self._failed(run, engine_failed(phase, error))
-
-        await asyncio.gather(*(one(run) for run in runs if run.outcome is None))
-
-    async def _prepare(self, run: _Run, policy: SyncPolicy) -> None:
-        """Generation stands still and the weights' memory is mapped; KV stays as it is."""
-        handle = run.handle
-        before = await handle.status()
-        if before.health is Health.LOST:
-            raise errors.ReplicaLost(f"replica {handle.name} is lost")
-        if before.is_sleeping:
-            if self._sleeps and _weights_away(before):
-                run.undo.append(partial(handle.release, [Tag.WEIGHTS], retention=_was(before)))
-                await handle.wake_up([Tag.WEIGHTS])
-            return
-        fenced = any(pause.owner == SYNC for pause in before.pauses)  # by an earlier sync
-        if not fenced:  # a pause is held from its first moment, also if it never is complete
-            run.undo.append(partial(handle.resume_generation, owner=SYNC))
-        await handle.pause_generation(policy.pause, clear_cache=policy.clear_cache, owner=SYNC)
-        if self.free_cache_engine:
-            run.wakes_kv = fenced and before.kv is KV.RELEASED
-            if policy.release_kv == ReleaseKV.ALWAYS and before.kv is KV.RESIDENT:
-                run.wakes_kv = True
-                run.undo.append(handle.resume_kv_cache)
-                await handle.release_kv_cache()
-
-    async def _send(
-        self, runs: Sequence[_Run], source: WeightSource, manifest: Manifest, policy: SyncPolicy
-    ) -> None:
-        """One offer to every replica still under way; sender and receivers go on together."""
-        going = [run for run in runs if run.outcome is None]
-        if not going:
-            return
+    async def _sync(
+        self,
+        parts: Sequence[Part],
+        policy: SyncPolicy,
+        let_go: LetGo | None,
+        handles: Sequence[ReplicaHandle],
+        began: float,
+    ) -> SyncReport:
+        led = Led(self.ranks) if self.ranks.world > 1 else None
+        if led is not None:
+            parts = [
+                msgspec.structs.replace(part, source=led.source(n, part.source))
+                for n, part in enumerate(parts)
+            ]
+        version = parts[-1].version
+        of_base = [p.version for p in parts if p.scope.kind is not ScopeKind.ADAPTER]
+        k = policy.at_once(len(handles))
+        runs: list[Run] = []
+        phases: dict[str, float] = {}
+        word = "was stopped"
         try:
-            offer = await self.transport.offer(
-                source, manifest, ranks=[1] * len(going), deadline=policy.deadline
-            )
-        # A boundary: transports are anybody's.
-        except Exception as error:  # noqa: BLE001
-            failure = _typed("offer", error)
-            await asyncio.gather(*(self._failed(run, failure) for run in going))
-            return
-        serving = asyncio.create_task(offer.serve())
-        try:
-
-            async def update(run: _Run) -> None:
-                number = going.index(run)
+            for first in range(0, len(handles), k):
+                transaction = Transaction(
+                    handles[first : first + k],
+                    self.transport,
+                    policy,
+                    sleeps=self._sleeps,
+                    frees=self.free_cache_engine,
+                    observer=self._observer,
+                )
                 try:
-                    await self._update(run, offer.tickets[number], manifest, policy)
-                except BaseException:
-                    await offer.drop(number)
-                    raise
-
-            await self._each(going, "sync", update)
+                    await transaction.run(parts, self._together(led, let_go))
+                finally:
+                    runs += transaction.runs
+                    for name, seconds in transaction.phases.items():
+                        phases[name] = phases.get(name, 0.0) + seconds
+            word = "ended"
         finally:
-            await _ended(serving, f"the sender of version {manifest.version}")
-            await offer.close()
+            if led is not None:
+                await asyncio.to_thread(led.finish)
+                await asyncio.to_thread(self.ranks.tell, word)
+            for run in runs:
+                self._members.ended(run, of_base[-1] if of_base else None)
+        seconds = time.perf_counter() - began
+        phases["other"] = seconds - sum(phases.values())
+        return SyncReport(version, tuple(r.result(version) for r in runs), phases, seconds)
 
-    async def _update(
-        self, run: _Run, ticket: Ticket, manifest: Manifest, policy: SyncPolicy
-    ) -> None:
-        run.update = await run.handle.update_weights(
-            ticket, version=manifest.version, scope=manifest.scope, deadline=policy.deadline
-        )
-        run.committed = True
+    # -- several trainer ranks ----------------------------------------------------------------
 
-    async def _let_go(self, runs: Sequence[_Run], let_go: LetGo | None) -> None:
-        """The trainer gives its memory back. If it cannot, no KV cache may be mapped."""
-        going = [run for run in runs if run.outcome is None]
-        if let_go is None or not going:
-            return
-        failure: errors.HotbunkError | None = None
+    def _together(self, led: Led | None, let_go: LetGo | None) -> LetGo | None:
+        """The trainer's letting go, on all its ranks."""
+        if led is None:
+            return let_go
+
+        async def all_of_them() -> None:
+            await asyncio.to_thread(led.finish)
+            await asyncio.to_thread(self.ranks.tell, "let go")
+            if let_go is not None:
+                await let_go()
+            await self._meet("let go")
+
+        return all_of_them
+
+    async def _follow(self, sources: Sequence[WeightSource], let_go: LetGo | None) -> SyncReport:
+        """A follower's part: gather with the leader, let go with it. Its report names no replica.
+
+        :raises TrainerFailed: this rank could not gather or let go, or the leader's sync was
+            stopped.
+        """
+        began = time.perf_counter()
         try:
-            await let_go()
+            word = await asyncio.to_thread(follow, sources, self.ranks)
+            if word == "let go" and let_go is not None:
+                await let_go()
         except errors.HotbunkError as error:
-            failure = error
+            self.ranks.fail(str(error))
+            raise
         # A boundary: trainers raise what their own libraries raise.
-        except Exception as error:  # noqa: BLE001
-            failure = errors.TrainerFailed(
-                f"{type(error).__name__}: {error}",
-                remote_traceback="".join(traceback.format_exception(error)),
-            )
-        if failure is not None:
-            failure.at("the trainer did not let go")
-            for run in going:
-                run.ended(Outcome.FENCED, failure)
+        except Exception as error:
+            self.ranks.fail(f"{type(error).__name__}: {error}")
+            raise trainer_failed(error) from error
+        if word == "let go":
+            await self._meet("let go")
+            word = await asyncio.to_thread(follow, sources, self.ranks)
+        if word != "ended":
+            raise errors.TrainerFailed(f"the sync led by trainer rank 0 {word}")
+        return SyncReport(Version(), (), {}, time.perf_counter() - began)
 
-    async def _open(self, run: _Run) -> None:
-        """KV comes back and every pause of ours ends. Nothing correctness needs comes later."""
-        handle = run.handle
-        if self._sleeps and (await handle.status()).is_sleeping:
-            await handle.wake_up([Tag.KV_CACHE])
-        elif run.wakes_kv:
-            await handle.resume_kv_cache()
-        await handle.resume_generation(owner=SYNC)
-        run.ended(Outcome.COMMITTED)
+    async def _meet(self, name: str) -> None:
+        if self.ranks.world > 1:
+            await asyncio.to_thread(self.ranks.barrier, name)
 
-    async def _failed(self, run: _Run, error: errors.HotbunkError) -> None:
-        """Ask the replica what is left of it, and undo what can be undone."""
-        try:
-            status = await run.handle.status()
-            if status.health is Health.LOST:
-                run.ended(Outcome.LOST, error)
-            elif run.committed:
-                run.ended(Outcome.FENCED, error)
-            elif status.health is Health.POISONED:
-                # Its pauses stay: whoever waits was let go, and nobody may start.
-                run.ended(Outcome.POISONED, error)
-            else:
-                while run.undo:
-                    await run.undo.pop()()
-                run.ended(Outcome.ROLLED_BACK, error)
-        # A boundary: it cannot be asked, or cannot be led back.
-        except Exception as broken:
-            log.exception("replica %s is in doubt", run.handle.name)
-            error.__context__ = broken
-            run.ended(Outcome.IN_DOUBT, error)
-
-    async def _cut_off(self, run: _Run) -> None:
-        """The sync was cancelled."""
-        if run.committed and not run.wakes_kv:
-            # Opens what never slept; a sleeper has its weights, and its own pause.
-            with suppress(errors.HotbunkError):
-                await run.handle.resume_generation(owner=SYNC)
-        elif run.outcome is None:
-            await self._failed(run, errors.SessionError("the sync was cancelled"))
+    async def _all(self, verb: Callable[[ReplicaHandle], Awaitable[T]]) -> dict[str, T]:
+        """The verb on every replica. :raises: the first failure, after every one was tried."""
+        handles = self.replicas
+        results = await asyncio.gather(*(verb(h) for h in handles), return_exceptions=True)
+        done: dict[str, T] = {}
+        for handle, result in zip(handles, results, strict=True):
+            if isinstance(result, BaseException):
+                raise result
+            done[handle.name] = result
+        return done
 
 
-def _typed(step: str, error: Exception) -> errors.HotbunkError:
-    return error if isinstance(error, errors.HotbunkError) else engine_failed(step, error)
+class _Waiting:
+    """A sync that waits for its turn."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.version = parts[-1].version
+        self.kinds = {part.scope.kind for part in parts}
+        self.superseded_by: Version | None = None
+
+    def meets(self, waiting: Sequence[_Waiting]) -> None:
+        """Of two full ones the older is not made: the newer brings everything it would."""
+        for other in waiting:
+            if other is self or self.kinds | other.kinds != {ScopeKind.FULL}:
+                continue
+            older, newer = sorted((self, other), key=lambda w: w.version)
+            if older.version < newer.version:
+                older.superseded_by = max(newer.version, older.superseded_by or newer.version)
 
 
-async def _ended(task: asyncio.Task[None], what: str) -> None:
-    """Every receiver has ended, so a sender has nothing left to do; what it met, they know."""
-    done, _ = await asyncio.wait({task}, timeout=SENDER_WAIT)
-    if not done:
-        log.warning("%s had not noticed %g s after the last receiver ended", what, SENDER_WAIT)
-        task.cancel()
-        await asyncio.wait({task}, timeout=SENDER_WAIT)
-    elif not task.cancelled() and task.exception() is not None:
-        log.warning("%s failed: %s", what, task.exception())
+def _superseded(waiting: _Waiting, began: float) -> SyncReport:
+    seconds = time.perf_counter() - began
+    return SyncReport(waiting.version, (), {"other": seconds}, seconds, waiting.superseded_by)
 
 
-def _weights_away(status: ReplicaStatus) -> bool:
-    away = (Weights.BACKED_UP.value, Weights.DISCARDED.value)
-    return any(state.startswith(away) for state in status.groups.values())
-
-
-def _was(status: ReplicaStatus) -> Retention:
-    """The retention that leads back to what was: a group's override is the replica's business."""
-    discarded = any(s.startswith(Weights.DISCARDED.value) for s in status.groups.values())
-    return Retention.DISCARD if discarded else Retention.BACKUP
-
-
-def _all_or_raise(results: Sequence[MemoryReport | BaseException | None]) -> list[MemoryReport]:
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [r for r in results if isinstance(r, MemoryReport)]
+def _found(status: ReplicaStatus, has_it: bool) -> Outcome:
+    if status.health is Health.LOST:
+        return Outcome.LOST
+    if status.health is Health.POISONED:
+        return Outcome.POISONED
+    if not has_it:
+        return Outcome.ROLLED_BACK
+    return Outcome.FENCED if status.is_paused or not status.servable else Outcome.COMMITTED

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import statistics
 from collections.abc import Mapping
 from enum import StrEnum
 
@@ -9,6 +11,10 @@ import msgspec
 
 from hotbunk.rollout.contract import PauseMode, UpdateReport, Version
 from hotbunk.rollout.errors import ConfigError
+from hotbunk.rollout.status import TimelineEvent
+
+_ROLLING = re.compile(r"rolling\((\d+)\)")
+CONTROL = 180.0  # seconds for the steps around an update: pauses, memory verbs
 
 
 class Verify(StrEnum):
@@ -32,18 +38,42 @@ class SyncPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``pause`` is what happens to requests that run; ``clear_cache`` whether their KV is computed
     again with the new weights. ``deadline`` is for one replica's update, in seconds.
+    ``strategy``: ``all`` replicas at once, or ``rolling(k)``, k at a time, so that the others serve.
     """
 
     pause: PauseMode = PauseMode.ABORT
     clear_cache: bool = True
     release_kv: ReleaseKV = ReleaseKV.AUTO
     verify: Verify = Verify.APPLIED
+    strategy: str = "all"
     bucket_bytes: int = 64 << 20
     deadline: float = 600.0
 
     def __post_init__(self) -> None:
         if self.deadline <= 0:
             raise ConfigError(f"deadline={self.deadline} must be above 0 seconds")
+        if self.strategy != "all" and self.at_once(1) < 1:
+            raise ConfigError(f"strategy={self.strategy!r} rolls over no replica at all")
+
+    def at_once(self, replicas: int) -> int:
+        """How many of so many replicas are updated at a time.
+
+        :raises ConfigError: ``strategy`` is neither ``all`` nor ``rolling(k)``.
+        """
+        if self.strategy == "all":
+            return max(replicas, 1)
+        found = _ROLLING.fullmatch(self.strategy)
+        if found is None:
+            raise ConfigError(
+                f"strategy={self.strategy!r} is unknown", remedy="use all, or rolling(k)"
+            )
+        return int(found[1])
+
+    @property
+    def longest(self) -> float:
+        """Seconds after which a handle that has not answered is given up; the replica's own
+        deadlines come first."""
+        return 2 * self.deadline + CONTROL
 
 
 class Outcome(StrEnum):
@@ -58,7 +88,10 @@ class Outcome(StrEnum):
 
 
 class ReplicaOutcome(msgspec.Struct, frozen=True):
-    """One replica's part of a sync. ``phases`` are seconds."""
+    """One replica's part of a sync. ``phases`` are seconds, ``timeline`` has when they began.
+
+    ``updates``: one for each thing the sync brought (a base and its adapter), ``update`` the last.
+    """
 
     replica: str
     outcome: Outcome
@@ -67,6 +100,8 @@ class ReplicaOutcome(msgspec.Struct, frozen=True):
     error: str = ""
     error_type: str = ""
     phases: Mapping[str, float] = msgspec.field(default_factory=dict)
+    timeline: tuple[TimelineEvent, ...] = ()
+    updates: tuple[UpdateReport, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -75,17 +110,23 @@ class ReplicaOutcome(msgspec.Struct, frozen=True):
 
 
 class SyncReport(msgspec.Struct, frozen=True):
-    """A whole sync. ``phases`` are wall-clock seconds over all replicas and sum to ``seconds``."""
+    """A whole sync. ``phases`` are wall-clock seconds over all replicas and sum to ``seconds``.
+
+    ``superseded_by``: nothing was sent, because a newer version was asked for meanwhile.
+    """
 
     version: Version
     outcomes: tuple[ReplicaOutcome, ...]
     phases: Mapping[str, float]
     seconds: float
+    superseded_by: Version | None = None
 
     @property
     def ok(self) -> bool:
         """Every replica has the version and serves."""
-        return all(o.outcome is Outcome.COMMITTED for o in self.outcomes)
+        return self.superseded_by is None and all(
+            o.outcome is Outcome.COMMITTED for o in self.outcomes
+        )
 
     @property
     def slowest(self) -> str:
@@ -95,7 +136,15 @@ class SyncReport(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Payload bytes written, over all replicas."""
-        return sum(o.update.nbytes for o in self.outcomes if o.update)
+        return sum(update.nbytes for o in self.outcomes for update in o.updates)
+
+    def spread(self) -> dict[str, tuple[float, float, float]]:
+        """Per phase, the least, median and most seconds over the replicas."""
+        taken: dict[str, list[float]] = {}
+        for outcome in self.outcomes:
+            for name, seconds in outcome.phases.items():
+                taken.setdefault(name, []).append(seconds)
+        return {n: (min(t), statistics.median(t), max(t)) for n, t in taken.items()}
 
     def summary(self) -> str:
         """One line a replica that did not commit."""

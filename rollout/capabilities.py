@@ -66,6 +66,7 @@ class Capabilities:
     caches: frozenset[Cache] = frozenset({Cache.PREFIX})
     groups: Mapping[str, bool] = field(default_factory=lambda: {TARGET: True})
     memory_measured_by: str = "process"
+    ranks: int = 1  # receiver ranks of one update
     samples: Ability = NATIVE  # several responses of one request (``Sampling.n``)
     stop_strings: Ability = NATIVE
     top_logprobs: Ability = NATIVE  # the most likely alternatives of each token

@@ -85,6 +85,7 @@ class UpdateReport(msgspec.Struct, frozen=True):
     verified: str = "none"  # none, transfer, applied
     groups: tuple[str, ...] = ()
     seconds: float = 0.0
+    fingerprint: int = 0  # of the whole payload: the sum of its tensors'; 0: none were sent
 
 
 class PauseReport(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from hotbunk.rollout.contract import (
     Version,
     digest_name,
 )
+from hotbunk.rollout.fingerprint import MASK
 from hotbunk.rollout.lifecycle import Residency, Weights, groups_of
 from hotbunk.rollout.quiesce import Call
 from hotbunk.rollout.status import Deadlines
@@ -86,14 +87,26 @@ class Updates:
             self._residency.committed(groups, manifest.version)
         finally:
             self.under_way = frozenset()
+        held = watched.expected
+        if held and report.verified != "applied" and self._backend.capabilities.digest:
+            # It keeps the weights in another form: what they are now is what they must still be.
+            names = {s.name: digest_name(s.group, s.name) for s in manifest.tensors}
+            digesting = self._backend.digest(tuple(names.values()))
+            found = await self._call("digest", digesting, self._deadlines.memory)
+            held = {name: found.values[key] for name, key in names.items()}
         for spec in manifest.tensors:
             of_group = self._sent.setdefault(spec.group, {})
             for name in spec.names:
                 of_group.pop(name, None)
-            if spec.name in watched.expected:
-                of_group[spec.name] = watched.expected[spec.name]
+            if spec.name in held:
+                of_group[spec.name] = held[spec.name]
         seconds = time.perf_counter() - began
-        return msgspec.structs.replace(report, groups=tuple(sorted(groups)), seconds=seconds)
+        return msgspec.structs.replace(
+            report,
+            groups=tuple(sorted(groups)),
+            seconds=seconds,
+            fingerprint=sum(watched.expected.values()) & MASK,
+        )
 
     async def already_there(
         self, groups: Collection[str], scope: Scope, version: Version

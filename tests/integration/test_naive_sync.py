@@ -68,7 +68,7 @@ async def test_report_of_a_sync_that_committed(tiny: Any, kit: Any, replica: Any
     assert outcome.update.applied == len(source.specs())
     assert outcome.update.buckets >= total // SMALL.bucket_bytes
     assert outcome.update.verified == "applied"
-    assert set(report.phases) == {"wake_weights", "sync", "let_go", "wake_kv", "other"}
+    assert set(report.phases) == {"pause", "wake_weights", "sync", "let_go", "wake_kv", "other"}
     assert sum(report.phases.values()) == pytest.approx(report.seconds)
     status = await target.status()
     assert (status.versions, status.pauses) == ({"target": Version(0, 7)}, ())

@@ -50,7 +50,17 @@ def test_a_run_directory_is_whole(run: Path) -> None:
     assert "<svg" in (run / "report.html").read_text()
     events = json.loads((run / "timeline.json").read_text())["traceEvents"]
     names = {event["name"] for event in events}
-    phases = {"generate", "sleep", "train", "wake_weights", "sync", "let_go", "wake_kv", "memory"}
+    phases = {
+        "generate",
+        "sleep",
+        "train",
+        "pause",
+        "wake_weights",
+        "sync",
+        "let_go",
+        "wake_kv",
+        "memory",
+    }
     assert phases <= names
 
 

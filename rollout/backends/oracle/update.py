@@ -79,7 +79,9 @@ class Writer:
 
         :raises TransferFailed: its table does not fit the offer or its own data.
         """
-        with memoryview(bucket.data) as given, _bytewise(given) as data:
+        lent = bucket.data  # a tensor of the host lends its bytes, and needs no torch here
+        lent = lent.numpy() if hasattr(lent, "numpy") else lent
+        with memoryview(lent) as given, _bytewise(given) as data:
             if len(data) > self._manifest.bucket_bytes:
                 raise TransferFailed(
                     f"a bucket of {len(data)} bytes came and "

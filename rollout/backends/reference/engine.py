@@ -16,6 +16,7 @@ from hotbunk.rollout import errors, native
 from hotbunk.rollout.backends.reference.blocks import BlockPool
 from hotbunk.rollout.backends.reference.generation import Generating
 from hotbunk.rollout.backends.reference.options import ReferenceOptions
+from hotbunk.rollout.backends.reference.quantize import QuantisingWriter, as_offered
 from hotbunk.rollout.backends.reference.requests import RequestRules
 from hotbunk.rollout.backends.reference.runner import KVStash, ModelRunner
 from hotbunk.rollout.backends.reference.scheduler import Scheduler
@@ -279,7 +280,13 @@ class ReferenceEngine(Generating):
             applied=applied,
             nbytes=writer.intake.nbytes,
             buckets=writer.intake.buckets,
-            verified="applied" if expected else "none",
+            verified=(
+                "none"
+                if not expected
+                else "transfer"
+                if isinstance(writer, QuantisingWriter)
+                else "applied"
+            ),
         )
 
     def _writer(self, manifest: Manifest) -> Writer:
@@ -287,7 +294,10 @@ class ReferenceEngine(Generating):
         if manifest.scope.kind is ScopeKind.ADAPTER:
             tensors = self._runner.adapters.prepare(manifest.scope.name, manifest)
             return Writer(manifest, tensors.__getitem__)
-        return Writer(manifest, self._runner.binding.tensor)
+        runner = self._runner
+        if runner.quantised:
+            return QuantisingWriter(manifest, runner.binding.tensor, runner.quantised, runner.dtype)
+        return Writer(manifest, runner.binding.tensor)
 
     def _placements(self, transfer: Transfer, groups: Collection[str]) -> Mapping[str, Placement]:
         """Where the tensors on offer would go. :raises UpdateRefused: they have no place here."""
@@ -300,8 +310,10 @@ class ReferenceEngine(Generating):
             raise errors.UnsupportedTarget(
                 f"no weight group named {errors.shown(set(groups) - {TARGET})}"
             )
-        known = self._runner.binding.placements()
-        check_offer(manifest, known, self._runner.binding.required())
+        layers = self._runner.quantised
+        known = as_offered(self._runner.binding.placements(), layers, self._runner.dtype)
+        needed = [names for names in self._runner.binding.required() if names & known.keys()]
+        check_offer(manifest, known, needed)
         return known
 
     def _outdate_caches(self, groups: Collection[str]) -> None:

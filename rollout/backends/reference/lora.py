@@ -16,6 +16,7 @@ from torch import nn
 
 from hotbunk.rollout import errors
 from hotbunk.rollout.arena import ALIGN, Arena, MemoryPool
+from hotbunk.rollout.backends.reference.quantize import Int8Linear
 from hotbunk.rollout.binding import dtype_name, tensor_over
 from hotbunk.rollout.contract import ADAPTER_PREFIX, Manifest, Placement, Tag
 
@@ -49,7 +50,9 @@ class AdapterBank:
         self._dtype = dtype
         self._adapters: dict[str, Adapter] = {}
         self._rows: list[tuple[Adapter, torch.Tensor]] = []
-        self._layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        self._layers = {
+            n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Int8Linear)
+        }
         self._hooked = False  # a model without adapters pays nothing for them
 
     def placements(self, manifest: Manifest) -> dict[str, Placement]:

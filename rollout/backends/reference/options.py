@@ -14,12 +14,13 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``model``: a directory with ``config.json`` and safetensors. ``load``: ``disk`` reads the
     weights, ``empty`` only makes room for them (the first sync brings them). ``device``: ``cpu``,
-    ``cuda`` or ``cuda:N``. ``dtype``: element
-    type of weights and KV. ``kv_cache_tokens``: how many tokens of KV the pool holds, over all
-    requests. ``block_size``: tokens a KV block. ``max_num_batched_tokens``: tokens a step at most.
-    ``max_num_seqs``: requests that run at once. ``enable_prefix_caching``: whether KV
-    of one request may serve another with the same beginning. ``backup_dir``: where backups go (default: the
-    system's temporary folder; on a GPU: memory of the host).
+    ``cuda`` or ``cuda:N``. ``dtype``: element type of weights and KV. ``kv_cache_tokens``: how many
+    tokens of KV the pool holds, over all requests. ``block_size``: tokens a KV block.
+    ``max_num_batched_tokens``: tokens a step at most. ``max_num_seqs``: requests that run at once.
+    ``enable_prefix_caching``: whether KV of one request may serve another with the same beginning.
+    ``backup_dir``: where backups go (default: the system's temporary folder; on a GPU: memory of
+    the host). ``quantization``: ``int8`` keeps linear layers in eight bits; syncs carry them as
+    they are.
     """
 
     model: str
@@ -32,6 +33,7 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 256
     enable_prefix_caching: bool = True
     backup_dir: str | None = None
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         if self.load not in ("disk", "empty"):
@@ -40,6 +42,8 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"device={self.device!r} is not cpu, cuda or cuda:N")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r} is not float32, bfloat16 or float16")
+        if self.quantization not in (None, "int8"):
+            raise ConfigError(f"quantization={self.quantization!r} is not int8")
         sizes = ("kv_cache_tokens", "block_size", "max_num_batched_tokens", "max_num_seqs")
         for name in sizes:
             if getattr(self, name) < 1:

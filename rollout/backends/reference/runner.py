@@ -18,6 +18,7 @@ from hotbunk.rollout.arena import Survival
 from hotbunk.rollout.backends.reference.attention import StepContext
 from hotbunk.rollout.backends.reference.lora import AdapterBank
 from hotbunk.rollout.backends.reference.options import ReferenceOptions
+from hotbunk.rollout.backends.reference.quantize import quantise_model, quantised
 from hotbunk.rollout.backends.reference.sampler import Drawn, draw
 from hotbunk.rollout.backends.reference.scheduler import Plan, Sequence
 from hotbunk.rollout.backends.reference.weights import build_model, load_weights
@@ -36,12 +37,17 @@ class ModelRunner:
         self.device = torch.device(self.pool.device)
         self._block_size = options.block_size
         self.blocks = options.kv_cache_tokens // options.block_size
-        self.model = build_model(options)
+        # What is quantised on its way is read first; else the arena is the weights' first place.
+        changed = options.quantization is not None
+        self.model = build_model(options, whole=changed)
         self.config: Any = self.model.config
         self.max_context = int(self.config.max_position_embeddings)
-        dtype = dtype_from(options.dtype)
+        dtype = self.dtype = dtype_from(options.dtype)
+        if options.quantization == "int8":
+            quantise_model(self.model)
+        self.quantised = quantised(self.model)
         self.binding = ModuleBinding(self.model, self.pool, Tag.WEIGHTS, TARGET)
-        if options.load == "disk":
+        if options.load == "disk" and not changed:
             load_weights(options, self.binding)
         self.adapters = AdapterBank(self.model, self.pool, dtype)
         self._kv = self._make_kv(dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +81,25 @@ class Writer:
 
     def differing(self, expected: Mapping[str, int]) -> list[str]:
         """Names whose content in the arena is not what was sent."""
-        held = [
-            (spec.name, target)
-            for spec, targets in zip(self._manifest.tensors, self._targets, strict=True)
-            for target, _ in targets
-        ]
+        held = self._held()
         found = fingerprints([(target, 0) for _, target in held])
         pairs = zip(held, found, strict=True)
         return list(dict.fromkeys(name for (name, _), one in pairs if one != expected.get(name)))
 
+    def _held(self) -> list[tuple[str, torch.Tensor]]:
+        """What lies in the arena as it was sent."""
+        return [
+            (spec.name, target)
+            for spec, targets in zip(self._manifest.tensors, self._targets, strict=True)
+            for target, _ in targets
+        ]
 
-def build_model(options: ReferenceOptions) -> Any:
+
+def build_model(options: ReferenceOptions, *, whole: bool = False) -> Any:
     """The model on this engine's attention, its parameters on ``meta``; see :func:`load_weights`.
+
+    ``whole``: with its weights instead, for whoever makes something else of them before they go
+    into the arena.
 
     :raises ConfigError: the directory is no model, or has no weights where some are wanted.
     :raises Unsupported: a family or a kind of layer that this engine does not run.
@@ -109,9 +117,13 @@ def build_model(options: ReferenceOptions) -> Any:
         raise errors.Unsupported(f"layers of kind {sorted(kinds)}", "reference")
     if options.load != "empty" and not any(path.glob("*.safetensors")):
         raise errors.ConfigError(f"no weights at {options.model!r}: no *.safetensors file")
+    dtype = dtype_from(options.dtype)
     # Building draws numbers; the caller's stream is not ours.
-    with torch.random.fork_rng(devices=[]), parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype_from(options.dtype))
+    with torch.random.fork_rng(devices=[]), nullcontext() if whole else parameters_on_meta():
+        if whole and options.load != "empty":
+            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = model.eval().requires_grad_(False)
     model.set_attn_implementation(NAME)
     return model

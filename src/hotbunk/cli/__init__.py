@@ -74,7 +74,7 @@ def conformance(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="Which one: kernels or pool.")],
+    name: Annotated[str, typer.Argument(help="Which one: kernels, manager or pool.")],
     json: Annotated[Path | None, typer.Option(help="The file to write the rows into.")] = None,
     md: Annotated[
         Path | None,

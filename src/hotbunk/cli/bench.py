@@ -14,7 +14,7 @@ from hotbunk.rollout.errors import ConfigError, closest
 from hotbunk.rollout.registry import missing
 
 # Each has run(tell) -> (rows, settings).
-BENCHMARKS = {"kernels": "hotbunk.benchmarks.kernels", "pool": "hotbunk.benchmarks.pool"}
+BENCHMARKS = {name: f"hotbunk.benchmarks.{name}" for name in ("kernels", "manager", "pool")}
 
 
 def run(name: str, *, json: Path | None, md: Path | None) -> None:

@@ -118,10 +118,26 @@ def _settings() -> list[Finding]:
 
 def _driver(name: str, library: str, remedy: str) -> Finding:
     try:
-        ctypes.CDLL(library)
+        lib = ctypes.CDLL(library)
     except OSError as error:
         return Finding("driver", name, False, str(error), remedy)
+    if why := _no_device(name, lib):
+        return Finding("driver", name, False, f"{library}: {why}", remedy)
     return Finding("driver", name, True, library)
+
+
+def _no_device(name: str, lib: ctypes.CDLL) -> str:
+    """Why a driver that loads finds nothing; empty when it does. No context is made."""
+    if name != "cuda":
+        return ""
+    device = ctypes.c_int()
+    for function, arguments in (("cuInit", (0,)), ("cuDeviceGet", (ctypes.byref(device), 0))):
+        call = getattr(lib, function, None)
+        if call is None:
+            return f"it has no {function}"
+        if code := call(*arguments):
+            return f"{function} says {code}"
+    return ""
 
 
 def _native() -> list[Finding]:
