@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ async def tokens(kit: Any, target: Any) -> list[int]:
 
 def dequantised(kit: Any, path: Any) -> Any:
     """The model whose weights are what eight bits leave of them: computed here, not by the engine."""
-    model = kit.loaded(path)
+    model = copy.deepcopy(kit.loaded(path))  # that one is shared by all tests
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and ".layers." in name:
             scale = layer.weight.data.abs().amax(1, keepdim=True) / 127
