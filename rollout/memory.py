@@ -93,6 +93,20 @@ def resident_bytes(ranges: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     return found
 
 
+def _bytes(count: int) -> int:
+    """A count or offset for the library. :raises MemoryFault: one that C would take for another."""
+    if not 0 <= count < 1 << 63:
+        raise MemoryFault(f"{count} is no number of bytes")
+    return count
+
+
+def _name(text: str) -> bytes:
+    """A name for the library. :raises MemoryFault: one that C would cut off."""
+    if "\0" in text:
+        raise MemoryFault(f"{text!r} is no name: it holds a NUL")
+    return text.encode()
+
+
 class NativeArena(Arena):
     """An arena of a :class:`NativePool`."""
 
@@ -118,8 +132,8 @@ class NativeArena(Arena):
         code = self._pool.lib.hb_arena_add(
             self._pool.number,
             self.number,
-            name.encode(),
-            nbytes,
+            _name(name),
+            _bytes(nbytes),
             _POLICY[survival],
             offset,
             outcome,
@@ -161,7 +175,12 @@ class NativeArena(Arena):
         return whole if region is None else whole[region.offset : region.offset + region.nbytes]
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """A copy of bytes, wherever the memory is. :raises MemoryFault: it is released."""
+        """A copy of bytes, wherever the memory is.
+
+        :raises MemoryFault: it is released, or there are not so many.
+        """
+        if _bytes(offset) + _bytes(nbytes) > self.size:
+            raise MemoryFault(f"bytes beyond the end of arena {self.tag}/{self.group}")
         data, outcome = ctypes.create_string_buffer(nbytes), Outcome()
         where = (self._pool.number, self.number, offset)
         self._pool.check(self._pool.lib.hb_arena_read(*where, data, nbytes, outcome), outcome)
@@ -170,7 +189,7 @@ class NativeArena(Arena):
     def write(self, offset: int, data: bytes) -> None:
         """Copy bytes in. :raises MemoryFault: it is released, or they do not fit."""
         outcome = Outcome()
-        where = (self._pool.number, self.number, offset)
+        where = (self._pool.number, self.number, _bytes(offset))
         self._pool.check(self._pool.lib.hb_arena_write(*where, data, len(data), outcome), outcome)
 
     def forget(self) -> None:
@@ -243,13 +262,8 @@ class NativePool(MemoryPool):
 
     def arena(self, tag: str, nbytes: int, group: str = "", *, persistent: int = 0) -> NativeArena:
         number, outcome = ctypes.c_uint64(), Outcome()
-        names = (tag.encode(), group.encode())
-        if not 0 <= nbytes + persistent < 1 << 63:
-            raise MemoryFault(f"an arena of {nbytes} bytes is too large")
-        self.check(
-            self.lib.hb_arena_open(self.number, *names, nbytes, persistent, number, outcome),
-            outcome,
-        )
+        names, sizes = (_name(tag), _name(group)), (_bytes(nbytes), _bytes(persistent))
+        self.check(self.lib.hb_arena_open(self.number, *names, *sizes, number, outcome), outcome)
         info = ArenaInfo()
         self.lib.hb_arena_look(self.number, number, info)
         arena = NativeArena(self, number.value, info, tag, group)
@@ -277,8 +291,8 @@ class NativePool(MemoryPool):
         choices = []
         for tag in checked(tags):
             for group, kept in groups.items():
-                choices.append(Choice(tag.encode(), group.encode(), _RETAIN[kept]))
-            choices.append(Choice(tag.encode(), None, _RETAIN[rest]))
+                choices.append(Choice(_name(tag), _name(group), _RETAIN[kept]))
+            choices.append(Choice(_name(tag), None, _RETAIN[rest]))
         outcome = Outcome()
         array = (Choice * len(choices))(*choices)
         code = self.lib.hb_pool_release(self.number, array, len(choices), outcome)
@@ -297,7 +311,7 @@ class NativePool(MemoryPool):
         return facts.total - facts.free
 
     def resume(self, tags: Collection[str]) -> MemoryReport:
-        names = [tag.encode() for tag in checked(tags)]
+        names = [_name(tag) for tag in checked(tags)]
         outcome = Outcome()
         array = (ctypes.c_char_p * len(names))(*names)
         code = self.lib.hb_pool_resume(self.number, array, len(names), outcome)

@@ -1,6 +1,7 @@
 // The C ABI: numbers to objects, errors to codes, and no exception across.
 #include <sys/mman.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -79,8 +80,10 @@ Status open_driver(const hb_pool_options &options, Opened *opened) {
   std::string kind = name.substr(0, name.find(':'));
   std::string rest = kind.size() < name.size() ? name.substr(kind.size() + 1) : "";
   char *end = nullptr;
+  errno = 0;
   unsigned long long number = strtoull(rest.c_str(), &end, 10);
-  bool counted = !rest.empty() && *end == 0 && rest[0] >= '0' && rest[0] <= '9';
+  bool counted = !rest.empty() && *end == 0 && rest[0] >= '0' && rest[0] <= '9' && !errno;
+  if (kind != "fake" && number > INT32_MAX) counted = false;  // of devices, and passed on as int
   bool files = options.backup_dir && *options.backup_dir;
   opened->store = files ? file_store(options.backup_dir) : memory_store();
   if (kind == "host" && rest.empty()) {

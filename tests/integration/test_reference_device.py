@@ -4,18 +4,21 @@ is on the device it belongs to. Torch's fake tensors know devices and have no me
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hotbunk.rollout.backends.reference import runner as runner_module
 from hotbunk.rollout.backends.reference.attention import NAME
@@ -104,6 +107,44 @@ def test_devices_that_are_none_are_refused() -> None:
             ReferenceOptions(model="unread", device=device)
     for device in ("cpu", "cuda", "cuda:11"):
         ReferenceOptions(model="unread", device=device)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_read_into_the_arena_and_exist_once(
+    tiny: Any, family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny(family, tied=tied)
+    whole = AutoModelForCausalLM.from_pretrained(path)
+
+    def never(*args: Any, **kw: Any) -> Any:
+        raise AssertionError("a second copy of the weights")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", never)
+    runner = ModelRunner(ReferenceOptions(model=str(path), kv_cache_tokens=64))
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(runner.binding.tensor(name), parameter), name
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(runner.binding.tensor(name), buffer), name
+    runner.close()
+    empty = ModelRunner(ReferenceOptions(model=str(path), load="empty", kv_cache_tokens=64))
+    assert not any(p.any() for p in empty.model.parameters())
+    empty.close()
+
+
+def test_a_checkpoint_that_does_not_fit_its_model_is_a_typed_error(
+    tiny: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny("llama"), tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = torch.ones(3)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
+        ModelRunner(ReferenceOptions(model=str(tmp_path / "model"), kv_cache_tokens=64))
+    file.write_bytes(b"no safetensors")
+    with pytest.raises(ConfigError, match="no weights"):
+        ModelRunner(ReferenceOptions(model=str(tmp_path / "model"), kv_cache_tokens=64))
 
 
 if __name__ == "__main__":
