@@ -305,3 +305,32 @@ def test_persistent_memory_is_residual_by_its_owner_m10(tmp_path: Path) -> None:
     assert report.residual() == {"weights/target": MIB}
     assert report.freed == 2 * MIB
     pool.close()
+
+
+def rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def test_a_backup_in_memory_is_one_copy_and_goes_with_the_resume_m16() -> None:
+    """Asleep, host memory holds one copy; awake, none beside the arena; a discard shrinks it."""
+    pool = NativePool("host", backup_dir=None)
+    arena = pool.arena("weights", 64 * MIB)
+    arena.add("content", 48 * MIB)
+    arena.add("state", 8 * MIB, Survival.STATE)
+    arena.view()[: arena.used] = os.urandom(MIB) * 56
+    before, awake = bytes(arena.view()), rss()
+    for _ in range(5):
+        assert pool.release(["weights"], BACKUP).backup() == 56 * MIB
+        asleep = rss()
+        assert abs(awake - 64 * MIB + 56 * MIB - asleep) < 4 * MIB
+        pool.resume(["weights"])
+        assert abs(rss() - awake) < 4 * MIB
+        assert arena.view() == before
+    pool.release(["weights"], BACKUP)
+    assert pool.release(["weights"], DISCARD).backup() == 8 * MIB
+    assert asleep - rss() > 44 * MIB, "content that was forgotten is still held"
+    pool.resume(["weights"])
+    state = arena.regions["state"]
+    assert bytes(arena.view(state)) == before[state.offset : state.offset + state.nbytes]
+    assert not any(arena.view()[: 48 * MIB])
+    pool.close()
