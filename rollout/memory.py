@@ -249,6 +249,7 @@ class NativePool(MemoryPool):
         self._lock = threading.Lock()  # of the table: buckets come and go while others count
         facts = self.facts()
         self.kind = facts.kind.decode()
+        self._total = int(facts.total)
         self.addressable = bool(facts.addressable)
         self.measured_by = "process" if facts.per_process else "device"
         name, _, index = driver.partition(":")
@@ -296,19 +297,27 @@ class NativePool(MemoryPool):
         outcome = Outcome()
         array = (Choice * len(choices))(*choices)
         code = self.lib.hb_pool_release(self.number, array, len(choices), outcome)
-        if outcome.expected and code in (Code.OK, Code.INCOMPLETE) and self._after_release:
+        gave = bool(outcome.expected) and code in (Code.OK, Code.INCOMPLETE)
+        if gave and self._after_release:
             self._after_release()
         self.check(code, outcome)
         report = self.memory()
-        outside = max(self._in_use() - report.resident(), 0)
+        measured = outcome.free if gave and not self._after_release else None
+        outside = max(self._in_use(measured) - report.resident(), 0)
         return msgspec.structs.replace(report, freed=outcome.freed, outside=outside)
 
-    def _in_use(self) -> int:
-        """Bytes in use: of the device, or of this process where its own pages are counted."""
+    def _in_use(self, free: int | None) -> int:
+        """Bytes in use: by this process where its own pages are counted, else of the device.
+
+        ``free``: what was measured as free of it just now. 0 where the driver will not say: a
+        release that is done must not fail over its report.
+        """
         if self.measured_by == "process":
             return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE
-        facts = self.facts()
-        return facts.total - facts.free
+        try:
+            return self._total - (self.facts().free if free is None else free)
+        except MemoryFault:
+            return 0
 
     def resume(self, tags: Collection[str]) -> MemoryReport:
         names = [_name(tag) for tag in checked(tags)]

@@ -51,7 +51,7 @@ int32_t tell(const Status &status, hb_outcome *outcome, Pool *pool) {
   out->code = status.code;
   out->driver_code = status.driver_code;
   out->needed = status.needed;
-  out->free = status.free;
+  if (status.failed()) out->free = status.free;  // else a release has said it
   snprintf(out->text, sizeof out->text, "%s", status.text.c_str());
   if (status.failed() && pool) pool->remember(*out);
   return status.code;

@@ -121,7 +121,7 @@ def test_the_cache_is_emptied_once_after_each_release_that_gave_memory_back_m11(
     for n in range(1, 4):
         pool.release(["weights"], Retention.BACKUP)
         assert len(calls) == n
-        assert calls[-1] == pool.count("*"), "nothing of the device is asked for afterwards"
+        assert pool.count("*") == calls[-1] + 1, "afterwards only what is free is asked for"
         pool.release(["weights"], Retention.BACKUP)
         pool.release(["kv_cache"], Retention.DISCARD)
         assert len(calls) == n, "nothing was given back"

@@ -304,6 +304,22 @@ def test_persistent_memory_is_residual_by_its_owner_m10(tmp_path: Path) -> None:
     report = pool.release(["weights"], DISCARD)
     assert report.residual() == {"weights/target": MIB}
     assert report.freed == 2 * MIB
+    tenant = NativePool(f"fake:{16 * MIB}", backup_dir=tmp_path)
+    assert tenant.release(["weights"], DISCARD).residual() == {}
+    tenant.close()
+    pool.resume(["weights"])
+    pool.lie(3 * MIB, after=0, looks=1 << 20)  # somebody else takes some
+    report = pool.release(["weights"], DISCARD)
+    assert report.residual() == {"outside": 3 * MIB, "weights/target": MIB}
+    pool.resume(["weights"])
+    pool.close()
+
+
+def test_a_release_that_is_done_does_not_fail_over_its_report_m10(tmp_path: Path) -> None:
+    pool = NativePool("fake", backup_dir=tmp_path, after_release=lambda: pool.fail("info", 1))
+    pool.arena("weights", MIB)
+    report = pool.release(["weights"], DISCARD)
+    assert (report.freed, report.outside) == (MIB, 0)
     pool.close()
 
 
