@@ -9,7 +9,7 @@ and :mod:`hotbunk.rollout.lifecycle`. This file knows no engine and no tensor li
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from hotbunk.rollout.capabilities import (
@@ -100,6 +100,7 @@ __all__ = [
     "Manifest",
     "MemoryReport",
     "NATIVE",
+    "OpensTransfers",
     "NO_ADAPTER",
     "NO_DELTA",
     "NO_KEEP_KV",
@@ -251,8 +252,26 @@ class Inspect(Protocol):
         ...
 
 
+@runtime_checkable
+class OpensTransfers(Protocol):
+    """An engine of several receiver ranks, each of which opens its own end of an update."""
+
+    async def open_transfer(self, ticket: Ticket) -> Transfer:
+        """All ends together, as one transfer.
+
+        :raises TransferFailed: the offer is gone, or is not the ticket's.
+        """
+        ...
+
+
 class Engine(RolloutBackend, GenerationControl, Generator, Inspect):
-    """Everything at once: what a Replica drives. Adapters derive from this."""
+    """Everything at once: what a Replica drives. Adapters derive from this.
+
+    ``on_lost`` is set by who drives it; an engine that finds itself dead between two calls tells
+    it why.
+    """
+
+    on_lost: Callable[[str], object] | None = None
 
     async def start(self) -> None:
         """Bring the engine up. Called once, before anything else."""

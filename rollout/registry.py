@@ -31,6 +31,10 @@ _EXTRAS = {
 }
 
 
+# Registered in this process, and found before what is installed.
+_registered: dict[tuple[str, str], EntryPoint] = {}
+
+
 class TransportFactory(Protocol):
     """What a transport's entry point gives: the receiving side needs only ``open``."""
 
@@ -40,13 +44,24 @@ class TransportFactory(Protocol):
         ...
 
 
+def register(group: str, name: str, factory: str) -> None:
+    """Have a backend or transport in this process without installing it.
+
+    ``factory`` is ``module:attribute``, as in an entry point of that group.
+    """
+    _registered[group, name] = EntryPoint(name, factory, group)
+
+
 def names(group: str) -> list[str]:
     """Registered names, sorted."""
-    return sorted(point.name for point in entry_points(group=group))
+    here = {name for of, name in _registered if of == group}
+    return sorted(here.union(point.name for point in entry_points(group=group)))
 
 
 def find(group: str, name: str) -> EntryPoint:
     """The entry point. :raises BackendNotFound: none of that name, with the closest one."""
+    if (group, name) in _registered:
+        return _registered[group, name]
     kind = group.rsplit(".", 1)[1].rstrip("s")
     for point in entry_points(group=group):
         if point.name == name:

@@ -30,6 +30,7 @@ from hotbunk.rollout.contract import (
     Engine,
     GenerateRequest,
     MemoryReport,
+    OpensTransfers,
     PauseMode,
     PauseReport,
     Retention,
@@ -88,6 +89,7 @@ class Replica:
 
     async def start(self) -> None:
         """Start the backend and take its word for what is loaded."""
+        self.backend.on_lost = self._lose
         await self.backend.start()
         caps = self.capabilities
         fed = self._fed_groups
@@ -446,7 +448,9 @@ class Replica:
         try:
             async with entry.waiting():
                 return await anext(stream)
-        except errors.HotbunkError:
+        except errors.HotbunkError as error:
+            if isinstance(error, errors.ReplicaLost):
+                self._lose(error.what)
             if entry.gone:  # who was slow to read is told what the others were told
                 return None
             raise
@@ -565,10 +569,12 @@ class Replica:
         return msgspec.structs.replace(report, seconds=time.perf_counter() - began)
 
     async def _opened(self, ticket: Ticket, seconds: float) -> Transfer:
+        engine = self.backend
+        opened = engine.open_transfer if isinstance(engine, OpensTransfers) else open_transfer
         with self._located():
             try:
                 async with asyncio.timeout(seconds):
-                    return await open_transfer(ticket)
+                    return await opened(ticket)
             except TimeoutError:
                 raise errors.DeadlineExceeded("opening the transfer", seconds) from None
 

@@ -28,6 +28,7 @@ class Deadlines(msgspec.Struct, frozen=True):
     update: float = 600.0
     inspect: float = 2.0
     grace: float = 5.0  # for a cancelled engine call to come back before the engine is lost
+    start: float = 600.0  # for an engine in a process of its own to be ready
 
 
 class PauseInfo(msgspec.Struct, frozen=True):

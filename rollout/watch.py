@@ -13,7 +13,8 @@ class WatchedTransfer(Transfer):
 
     ``on_first_byte`` runs synchronously, before the first bucket is handed out (or, for an update
     without bytes, before the end of the stream is seen), so no write can come before the mark. Where
-    the sender writes into the arena itself, it runs before the first bucket is asked for.
+    the sender writes into the arena itself, it runs before the first bucket is asked for. ``inner``
+    is for an engine that must know its own kind of transfer again.
     """
 
     def __init__(self, inner: Transfer, on_first_byte: Callable[[], None]) -> None:
@@ -22,14 +23,14 @@ class WatchedTransfer(Transfer):
         self.drained = False
         self.committed = False
         self.expected: dict[str, int] = {}
-        self._inner = inner
+        self.inner = inner
         self._in_place = False
         self._mark: Callable[[], None] | None = on_first_byte
 
     async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
         if self.accepted:
             raise SessionError("the update was accepted twice")
-        self._in_place = await self._inner.accept(layout, arena)
+        self._in_place = await self.inner.accept(layout, arena)
         self.accepted = True
         return self._in_place
 
@@ -38,7 +39,7 @@ class WatchedTransfer(Transfer):
             raise SessionError("buckets were asked for before the update was accepted")
         if self._in_place:
             self._first_byte()
-        async for bucket in self._inner.buckets():
+        async for bucket in self.inner.buckets():
             self._first_byte()
             yield bucket
         self._first_byte()
@@ -47,20 +48,20 @@ class WatchedTransfer(Transfer):
     async def fingerprints(self) -> Mapping[str, int]:
         if not self.drained:
             raise SessionError("fingerprints come after the last bucket")
-        self.expected = dict(await self._inner.fingerprints())
+        self.expected = dict(await self.inner.fingerprints())
         return self.expected
 
     async def commit(self) -> None:
         if not self.drained:
             raise SessionError("commit was voted before the last bucket was taken")
-        await self._inner.commit()
+        await self.inner.commit()
         self.committed = True
 
     async def decline(self) -> None:
-        await self._inner.decline()
+        await self.inner.decline()
 
     async def abort(self, error: BaseException) -> None:
-        await self._inner.abort(error)
+        await self.inner.abort(error)
 
     def _first_byte(self) -> None:
         if self._mark is not None:

@@ -36,9 +36,10 @@ class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How weights travel."""
+    """How weights travel; ``options`` are the transport's own."""
 
     name: str = "naive"
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,8 +156,8 @@ def _check_overrides(overrides: Sequence[str], base: Mapping[Any, Any]) -> None:
             continue
         here: Any = base
         for depth, part in enumerate(key.split(".")):
-            if text.startswith("+rollout.options.") and depth == 2:
-                break  # the backend knows all its options, and refuses others
+            if text.startswith(("+rollout.options.", "+transport.options.")) and depth == 2:
+                break  # the backend (the transport) knows all its options, and refuses others
             known_keys = _known_keys(here, key.split(".")[:depth])
             if part not in known_keys:
                 raise ConfigError(

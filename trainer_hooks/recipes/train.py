@@ -18,7 +18,9 @@ import torch
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import SyncReport
+from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout import errors
+from hotbunk.rollout.arena import MemoryPool
 from hotbunk.rollout.contract import Completion, GenerateRequest, Sampling, Version, collect
 from hotbunk.rollout.handle import LocalHandle, ReplicaHandle
 from hotbunk.rollout.memory import host_pool
@@ -27,7 +29,7 @@ from hotbunk.rollout.replica import Replica
 from hotbunk.rollout.status import Deadlines
 from hotbunk.trainer_hooks.hooks import TrainerHooks
 from hotbunk.trainer_hooks.recipes import checkpoint
-from hotbunk.trainer_hooks.recipes.config import save
+from hotbunk.trainer_hooks.recipes.config import TransportConfig, save
 from hotbunk.trainer_hooks.recipes.gauges import GenerationGauges
 from hotbunk.trainer_hooks.recipes.grpo import group_advantages, make_batch
 from hotbunk.trainer_hooks.recipes.learner import Learner, StepStats
@@ -140,7 +142,7 @@ class _Job:
         meter = MemoryMeter(handles, pool, recorder)
         manager = CheckpointEngineManager(
             handles,
-            load_transport(config.transport.name)(pool, meter.mark),
+            _transport(config.transport, pool, meter),
             deployment=config.rollout.deployment,
             policy=config.sync,
             free_cache_engine=frees,
@@ -311,6 +313,17 @@ class _Job:
         if self.plan.config.strict:
             raise error
         log.warning("%s", error)
+
+
+def _transport(config: TransportConfig, pool: MemoryPool, meter: MemoryMeter) -> Transport:
+    """The way weights travel. :raises ConfigError: an option it does not have."""
+    factory: Callable[..., Transport] = load_transport(config.name)
+    if config.name == "naive":  # the one whose bucket is in this process's books
+        return factory(pool, meter.mark)
+    try:
+        return factory(**config.options)
+    except TypeError as error:
+        raise errors.ConfigError(f"transport {config.name!r}: {error}") from error
 
 
 def _make_tiny(plan: Plan) -> Path:

@@ -10,6 +10,12 @@ from typing import Any
 
 from hotbunk.rollout.contract import Engine
 
+# What a fork server loads, so that an engine in a process of its own starts at once.
+PRELOAD = (
+    "hotbunk.rollout.backends.reference.engine",
+    "transformers.models.llama.modeling_llama",
+)
+
 
 def create(**options: Any) -> Engine:
     """Build (not start) a reference engine.

@@ -20,7 +20,8 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``enable_prefix_caching``: whether KV of one request may serve another with the same beginning.
     ``backup_dir``: where backups go (default: the system's temporary folder; on a GPU: memory of
     the host). ``quantization``: ``int8`` keeps linear layers in eight bits; syncs carry them as
-    they are.
+    they are. ``share_weights``: memory lies in files without names, so that a trainer on this host
+    may write weights straight into them (on a CPU; needs the native library).
     """
 
     model: str
@@ -34,12 +35,15 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enable_prefix_caching: bool = True
     backup_dir: str | None = None
     quantization: str | None = None
+    share_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.load not in ("disk", "empty"):
             raise ConfigError(f"load={self.load!r} is neither 'disk' nor 'empty'")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r} is not cpu, cuda or cuda:N")
+        if self.share_weights and self.device != "cpu":
+            raise ConfigError(f"share_weights needs device=cpu, not {self.device}")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r} is not float32, bfloat16 or float16")
         if self.quantization not in (None, "int8"):

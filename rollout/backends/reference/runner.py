@@ -23,9 +23,10 @@ from hotbunk.rollout.backends.reference.sampler import Drawn, draw
 from hotbunk.rollout.backends.reference.scheduler import Plan, Sequence
 from hotbunk.rollout.backends.reference.weights import build_model, load_weights
 from hotbunk.rollout.binding import ModuleBinding, dtype_from, tensor_over
-from hotbunk.rollout.contract import TARGET, Tag
+from hotbunk.rollout.contract import TARGET, ArenaHandle, Tag
 from hotbunk.rollout.device_pool import device_pool
 from hotbunk.rollout.kernels import as_bytes, fingerprints, kv_gather, kv_scatter, kv_zero
+from hotbunk.rollout.memory import NativeArena
 
 
 class ModelRunner:
@@ -33,7 +34,7 @@ class ModelRunner:
 
     def __init__(self, options: ReferenceOptions) -> None:
         self._saved_kv_dir = options.backup_dir or tempfile.gettempdir()
-        self.pool = device_pool(options.device, options.backup_dir)
+        self.pool = device_pool(options.device, options.backup_dir, share=options.share_weights)
         self.device = torch.device(self.pool.device)
         self._block_size = options.block_size
         self.blocks = options.kv_cache_tokens // options.block_size
@@ -51,6 +52,14 @@ class ModelRunner:
             load_weights(options, self.binding)
         self.adapters = AdapterBank(self.model, self.pool, dtype)
         self._kv = self._make_kv(dtype)
+
+    def shared_weights(self) -> ArenaHandle | None:
+        """The weights' arena, for a peer that may write to it; None where it is not shared."""
+        arena = self.binding.arena
+        fd = arena.fd if isinstance(arena, NativeArena) else None
+        if fd is None or self.quantised:  # what is sent then is not what lies there
+            return None
+        return ArenaHandle("file", arena.size, fd)
 
     def _make_kv(self, dtype: torch.dtype) -> torch.Tensor:
         config = self.config

@@ -1,0 +1,201 @@
+"""One rank of an engine in a process of its own: an engine's verbs, without a replica's rules.
+
+The rules are the replica's, which drives all ranks as one engine (see ranked.py). An update is one
+call whose rank stops at two barriers, ``accept`` and ``commit``, until it is told to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from hotbunk.rollout.contract import (
+    ArenaHandle,
+    Bucket,
+    Capabilities,
+    Engine,
+    GenerateRequest,
+    Manifest,
+    ReceiverLayout,
+    Scope,
+    Ticket,
+    TokenChunk,
+    Transfer,
+    UpdateReport,
+    Version,
+)
+from hotbunk.rollout.errors import HotbunkError, SessionError
+from hotbunk.rollout.process.messages import Ask, Go
+from hotbunk.rollout.process.remote import Remote
+from hotbunk.rollout.process.spec import ReplicaSpec
+from hotbunk.rollout.process.verbs import RANK_VERBS
+from hotbunk.rollout.process.wire_errors import to_wire
+from hotbunk.rollout.registry import open_transfer
+
+ACCEPT, COMMIT = "accept", "commit"
+Barrier = Callable[[int, str, Mapping[str, int]], Awaitable[None]]
+
+
+class Rank(Protocol):
+    """One rank, wherever it is."""
+
+    on_lost: Callable[[str], object]
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Of its engine, once started."""
+        ...
+
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+
+    async def call(self, verb: str, args: msgspec.Struct | None = None) -> Any:
+        """Run a verb of ``RANK_VERBS``."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]: ...
+
+    async def at_barrier(self, update: int) -> Ask:
+        """Until update number ``update`` stops at its next barrier there."""
+        ...
+
+    def go(self, asked: Ask, error: HotbunkError | None = None) -> None:
+        """Let it go on from there, or fail with ``error``."""
+        ...
+
+
+class RankProcess(Remote):
+    """A rank in a process of its own."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        super().__init__(spec, RANK_VERBS)
+
+    async def at_barrier(self, update: int) -> Ask:
+        while True:
+            asked = await self._asked.get()
+            if asked.update == update:  # else: one that was cancelled as it asked
+                return asked
+
+    def go(self, asked: Ask, error: HotbunkError | None = None) -> None:
+        wire = None if error is None else to_wire("update_weights", error)
+        self._connection.send(Go(asked.id, wire))
+
+
+class RankTarget:
+    """What the process of a rank serves: its engine's verbs, and updates that stop at barriers.
+
+    :param barrier: called where an update must not go on alone; raises what another rank met.
+    """
+
+    def __init__(self, engine: Engine, barrier: Barrier) -> None:
+        self._engine = engine
+        self._barrier = barrier
+        self._transfer: Transfer | None = None
+
+    def __getattr__(self, verb: str) -> Any:
+        return getattr(self._engine, verb)
+
+    async def open_update(self, ticket: Ticket) -> Manifest:
+        """Open this rank's end. :raises TransferFailed: see the transport."""
+        await self.abort_update("another update was opened")
+        self._transfer = await open_transfer(ticket)
+        return self._transfer.manifest
+
+    async def decline_update(self) -> None:
+        """The offered version is already here."""
+        await self._opened().decline()
+
+    async def abort_update(self, reason: str) -> None:
+        """Give an opened update up, if there is one."""
+        if self._transfer is not None:
+            await self._opened().abort(SessionError(reason))
+
+    async def update_weights(self, number: int, version: Version, scope: Scope) -> UpdateReport:
+        """Run the opened update, as far as all ranks go."""
+        transfer = self._opened()
+        try:
+            return await self._engine.update_weights(
+                _WithBarriers(transfer, partial(self._barrier, number)),
+                version=version,
+                scope=scope,
+            )
+        except BaseException as error:
+            await transfer.abort(error)
+            raise
+
+    def _opened(self) -> Transfer:
+        transfer, self._transfer = self._transfer, None
+        if transfer is None:
+            raise SessionError("no update was opened in this rank")
+        return transfer
+
+
+class _WithBarriers(Transfer):
+    """A rank's transfer: no rank writes before all have accepted, none commits before all can."""
+
+    def __init__(
+        self, inner: Transfer, barrier: Callable[[str, Mapping[str, int]], Awaitable[None]]
+    ) -> None:
+        self.manifest = inner.manifest
+        self._inner = inner
+        self._barrier = barrier
+        self._expected: Mapping[str, int] = {}
+
+    async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
+        in_place = await self._inner.accept(layout, arena)
+        await self._barrier(ACCEPT, {})
+        return in_place
+
+    async def buckets(self) -> AsyncIterator[Bucket]:
+        async for bucket in self._inner.buckets():
+            yield bucket
+
+    async def fingerprints(self) -> Mapping[str, int]:
+        self._expected = dict(await self._inner.fingerprints())
+        return self._expected
+
+    async def commit(self) -> None:
+        await self._barrier(COMMIT, self._expected)
+        await self._inner.commit()
+
+    async def decline(self) -> None:
+        await self._inner.decline()
+
+    async def abort(self, error: BaseException) -> None:
+        await self._inner.abort(error)
+
+
+class Asking:
+    """The barriers of a rank's process: asks its owner, and waits for the word."""
+
+    def __init__(self, send: Callable[[Ask], None]) -> None:
+        self._send = send
+        self._number = 0
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    async def barrier(self, update: int, step: str, fingerprints: Mapping[str, int]) -> None:
+        """Until the owner says go. Bounded by the update, which its owner cancels.
+
+        :raises HotbunkError: what the owner says instead.
+        """
+        self._number += 1
+        word = self._waiting[self._number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Ask(self._number, update, step, dict(fingerprints)))
+            await word
+        finally:
+            del self._waiting[self._number]
+
+    def told(self, number: int, error: HotbunkError | None) -> None:
+        """The owner's word. One that comes late is for nobody."""
+        word = self._waiting.get(number)
+        if word is None or word.done():
+            return
+        if error is None:
+            word.set_result(None)
+        else:
+            word.set_exception(error)

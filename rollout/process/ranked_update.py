@@ -1,0 +1,190 @@
+"""One update of all ranks: opened in each, accepted by all, committed by all, or by none."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import msgspec
+
+from hotbunk.rollout.contract import (
+    ArenaHandle,
+    Bucket,
+    Manifest,
+    ReceiverLayout,
+    Ticket,
+    Transfer,
+    UpdateReport,
+)
+from hotbunk.rollout.errors import (
+    HotbunkError,
+    SessionError,
+    TransferFailed,
+    UpdateFailed,
+    UpdateRefused,
+    VerifyFailed,
+)
+from hotbunk.rollout.process.messages import Ask
+from hotbunk.rollout.process.rank import ACCEPT, COMMIT, Rank
+from hotbunk.rollout.process.verbs import OpenUpdate, RankUpdate, Reason
+
+_numbers = itertools.count(1)
+
+
+class RankedTransfer(Transfer):
+    """What the replica sees of it: a transfer without buckets, for the ranks take their own.
+
+    ``accept`` says that the sender writes by itself, so the dirty mark is set before any rank is
+    told to go on. ``reports`` has one entry a rank once it has committed.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.reports: list[UpdateReport] = []
+        self._ranks = ranks
+        self._updates: list[asyncio.Task[UpdateReport]] = []
+        self._asked: dict[int, Ask] = {}  # by rank: who stands at a barrier
+        self._begun = self._over = False
+        self._number = next(_numbers)
+
+    @staticmethod
+    async def open(ranks: Sequence[Rank], ticket: Ticket) -> RankedTransfer:
+        """Each rank opens its own end.
+
+        :raises SessionError: the ticket is for another number of ranks.
+        :raises TransferFailed: an end cannot be opened, or they do not belong together.
+        """
+        if ticket.ranks != len(ranks):
+            raise SessionError(
+                f"the offer is for {ticket.ranks} rank(s) and there are {len(ranks)}"
+            )
+        opening = [
+            asyncio.ensure_future(
+                rank.call("open_update", OpenUpdate(msgspec.structs.replace(ticket, rank=number)))
+            )
+            for number, rank in enumerate(ranks)
+        ]
+        answers = await asyncio.gather(*opening, return_exceptions=True)
+        manifests = [answer for answer in answers if isinstance(answer, Manifest)]
+        try:
+            for number, answer in enumerate(answers):
+                if isinstance(answer, BaseException):
+                    raise _at(number, answer)
+                if answer != manifests[0]:
+                    raise TransferFailed(f"rank {number} was offered something else than rank 0")
+        except BaseException as error:
+            await _given_up(ranks, error)
+            raise
+        return RankedTransfer(ranks, manifests[0])
+
+    async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
+        self._begun = True
+        args = RankUpdate(self._number, self.manifest.version, self.manifest.scope)
+        self._updates = [
+            asyncio.create_task(rank.call("update_weights", args)) for rank in self._ranks
+        ]
+        await self._all_at(ACCEPT)
+        return True
+
+    async def buckets(self) -> AsyncIterator[Bucket]:
+        self._go()
+        await self._all_at(COMMIT)
+        none: tuple[Bucket, ...] = ()
+        for bucket in none:
+            yield bucket
+
+    async def fingerprints(self) -> Mapping[str, int]:
+        """Of all ranks. :raises VerifyFailed: two were sent different contents."""
+        expected: dict[str, int] = {}
+        for asked in self._asked.values():
+            differing = {
+                name
+                for name, value in asked.fingerprints.items()
+                if expected.setdefault(name, value) != value
+            }
+            if differing:
+                raise VerifyFailed(differing, where="ranks were sent different contents")
+        return expected
+
+    async def commit(self) -> None:
+        self._go()
+        done = await asyncio.gather(*self._updates, return_exceptions=True)
+        for number, report in enumerate(done):
+            if isinstance(report, BaseException):
+                raise _at(number, report)
+            self.reports.append(report)
+        self._over = True
+
+    async def decline(self) -> None:
+        self._over = True
+        await asyncio.gather(*(rank.call("decline_update") for rank in self._ranks))
+
+    async def abort(self, error: BaseException) -> None:
+        """End it in every rank: a rank at a barrier is told why, another is cancelled."""
+        if self._over:
+            return
+        self._over = True
+        if not self._begun:
+            await _given_up(self._ranks, error)
+            return
+        before = UpdateRefused if self._stage(ACCEPT) else UpdateFailed
+        for number, update in enumerate(self._updates):
+            if number in self._asked:
+                told = before(f"another rank ended the update: {error}")
+                self._ranks[number].go(self._asked[number], told)
+            else:
+                update.cancel()
+        self._asked.clear()
+        await asyncio.gather(*self._updates, return_exceptions=True)
+
+    def _stage(self, step: str) -> bool:
+        return any(asked.step == step for asked in self._asked.values())
+
+    def _go(self) -> None:
+        asked, self._asked = self._asked, {}
+        for number, ask in asked.items():
+            self._ranks[number].go(ask)
+
+    async def _all_at(self, step: str) -> None:
+        """Until every rank stands at that barrier. :raises HotbunkError: what a rank met first."""
+        reaching = {
+            asyncio.create_task(self._reach(number, step)): number
+            for number in range(len(self._ranks))
+        }
+        left = set(reaching)
+        try:
+            while left:
+                # A rank that has reached the barrier may still die there.
+                await asyncio.wait({*left, *self._updates}, return_when=asyncio.FIRST_COMPLETED)
+                for number, update in enumerate(self._updates):
+                    if update.done():
+                        raise _at(number, update.exception() or _early(step))
+                for task in [task for task in left if task.done()]:
+                    left.discard(task)
+                    if (error := task.exception()) is not None:
+                        raise _at(reaching[task], error)
+        finally:
+            for task in left:
+                task.cancel()
+
+    async def _reach(self, number: int, step: str) -> None:
+        asked = await self._ranks[number].at_barrier(self._number)
+        if asked.step != step:
+            raise SessionError(f"the update stands at {asked.step} and not at {step}")
+        self._asked[number] = asked
+
+
+async def _given_up(ranks: Sequence[Rank], error: BaseException) -> None:
+    """What was opened and not begun ends in every rank."""
+    reason = Reason(f"{type(error).__name__}: {error}")
+    ends = [asyncio.ensure_future(rank.call("abort_update", reason)) for rank in ranks]
+    await asyncio.gather(*ends, return_exceptions=True)
+
+
+def _early(step: str) -> HotbunkError:
+    return SessionError(f"the update ended before its {step}")
+
+
+def _at(number: int, error: BaseException) -> BaseException:
+    return error.at(f"rank {number}") if isinstance(error, HotbunkError) else error

@@ -1,0 +1,361 @@
+"""Several ranks as one engine, without processes: barriers, unions, and undo, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from hotbunk.conformance.transfers import MemoryTransfer
+from hotbunk.rollout import errors
+from hotbunk.rollout.backends.oracle import Device, FaultPlan, create
+from hotbunk.rollout.backends.oracle.engine import OracleEngine
+from hotbunk.rollout.backends.oracle.model import weights_at
+from hotbunk.rollout.contract import (
+    Capabilities,
+    GenerateRequest,
+    PauseMode,
+    Retention,
+    Sampling,
+    Tag,
+    Ticket,
+    TokenChunk,
+    Version,
+    collect,
+)
+from hotbunk.rollout.process import union
+from hotbunk.rollout.process.messages import Ask
+from hotbunk.rollout.process.rank import Asking, RankTarget
+from hotbunk.rollout.process.ranked import RankedEngine
+from hotbunk.rollout.process.wire_errors import from_wire, to_wire
+from hotbunk.rollout.registry import TRANSPORTS, register
+from hotbunk.rollout.replica import Replica
+from hotbunk.rollout.status import Health
+
+pytestmark = pytest.mark.anyio
+
+
+class LocalRank:
+    """A rank on this event loop, which answers late."""
+
+    def __init__(self, number: int, engine: OracleEngine, draw: random.Random) -> None:
+        self.number = number
+        self.engine = engine
+        self.draw = draw
+        self.asked: asyncio.Queue[Ask] = asyncio.Queue()
+        self.asking = Asking(self.asked.put_nowait)
+        self.target = RankTarget(engine, self.asking.barrier)
+        self.on_lost: Any = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.engine.capabilities
+
+    async def start(self) -> None:
+        await self.engine.start()
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    async def late(self) -> None:
+        await asyncio.sleep(self.draw.uniform(0.0, 0.2))
+
+    async def call(self, verb: str, args: msgspec.Struct | None = None) -> Any:
+        more = {} if args is None else {n: getattr(args, n) for n in args.__struct_fields__}
+        await self.late()
+        try:
+            result = await getattr(self.target, verb)(**more)
+        except Exception as error:
+            raise from_wire(to_wire(verb, error)) from error  # as over a wire
+        await self.late()
+        return result
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        return self.engine.generate(request)
+
+    async def at_barrier(self, update: int) -> Ask:
+        while True:
+            asked = await self.asked.get()
+            if asked.update == update:
+                return asked
+
+    def go(self, asked: Ask, error: errors.HotbunkError | None = None) -> None:
+        self.asking.told(asked.id, error)
+
+
+OPENED: list[tuple[Ticket, MemoryTransfer]] = []
+MAKE: dict[str, Any] = {}
+
+
+class Recorded:
+    """A transport whose ends are kept, to be looked at."""
+
+    @staticmethod
+    async def open(ticket: Ticket) -> MemoryTransfer:
+        step = int(ticket.address)
+        make = MAKE.get(str(ticket.rank), MemoryTransfer)
+        transfer: MemoryTransfer = make(weights_at(step), version=Version(0, step), bucket_bytes=16)
+        OPENED.append((ticket, transfer))
+        return transfer
+
+
+@pytest.fixture(autouse=True)
+def _transport() -> None:
+    register(TRANSPORTS, "recorded", f"{__name__}:Recorded")
+    OPENED.clear()
+    MAKE.clear()
+
+
+@asynccontextmanager
+async def ranked(
+    count: int = 3,
+    *,
+    faults: dict[int, FaultPlan] | None = None,
+    devices: dict[int, Device] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> AsyncIterator[tuple[Replica, list[LocalRank]]]:
+    ranks = [
+        LocalRank(
+            n,
+            create(faults=(faults or {}).get(n), device=(devices or {}).get(n), **options),
+            random.Random(f"{seed}/{n}"),
+        )
+        for n in range(count)
+    ]
+    replica = Replica(RankedEngine(ranks), name="r0")
+    await replica.start()
+    try:
+        yield replica, ranks
+    finally:
+        await replica.close()
+
+
+async def update(replica: Replica, step: int, count: int) -> Any:
+    ticket = Ticket("recorded", str(step), ranks=count)
+    return await replica.update_weights(ticket, version=Version(0, step))
+
+
+def ask(replica: Replica, name: str, tokens: int = 10) -> asyncio.Task[Any]:
+    request = GenerateRequest(name, (1, 2, 3), Sampling(0.0, max_tokens=tokens))
+    return asyncio.create_task(collect(replica.generate(request)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+async def test_each_rank_opens_its_own_end_and_gets_every_bucket_once_h20_h22(count: int) -> None:
+    async with ranked(count) as (replica, ranks):
+        assert replica.capabilities.ranks == count
+        report = await update(replica, 1, count)
+        assert sorted((t.rank, t.ranks) for t, _ in OPENED) == [(n, count) for n in range(count)]
+        assert report.applied == len(weights_at(1))
+        buckets = [e for e in OPENED[0][1].events if e.startswith("bucket")]
+        assert len(buckets) > 3
+        assert report.buckets == count * len(buckets)
+        for _, transfer in OPENED:
+            assert transfer.events == ["accept", *buckets, "fingerprints", "commit"]
+        for rank in ranks:
+            assert {g.version for g in rank.engine.groups.values()} == {Version(0, 1)}
+        # The version that is there is verified in every rank, and not sent again.
+        again = await update(replica, 1, count)
+        assert (again.skipped, again.verified) == (True, "applied")
+        assert [t.events for _, t in OPENED[count:]] == [["decline"]] * count
+
+
+async def test_nobody_writes_before_all_have_accepted_and_none_commits_before_all_can() -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Told(MemoryTransfer):
+        async def accept(self, *args: Any, **more: Any) -> bool:
+            said = await super().accept(*args, **more)
+            seen.append(("accepted", 0))
+            return said
+
+        async def spoil(self, k: int, bucket: Any) -> Any:
+            seen.append(("bucket", k))
+            return bucket
+
+        async def commit(self) -> None:
+            seen.append(("commit", 0))
+            await super().commit()
+
+    MAKE.update(dict.fromkeys("0123", Told))
+    for seed in range(10):
+        seen.clear()
+        async with ranked(4, seed=seed) as (replica, _):
+            await update(replica, 1, 4)
+        kinds = [kind for kind, _ in seen]
+        assert kinds[:4] == ["accepted"] * 4
+        assert kinds[-4:] == ["commit"] * 4
+        assert set(kinds[4:-4]) == {"bucket"}
+
+
+@pytest.mark.parametrize(
+    "point,health",
+    [
+        ("update/accept", Health.OK),
+        ("update/bucket", Health.POISONED),
+        ("update/verify", Health.POISONED),
+        ("update/commit", Health.POISONED),
+        ("update/label", Health.POISONED),
+    ],
+)
+@pytest.mark.parametrize("which", [0, 2])
+async def test_one_rank_that_fails_fails_all(point: str, health: Health, which: int) -> None:
+    """Before a byte nothing changes anywhere; after it the replica serves nobody until a resend."""
+    faults = FaultPlan()
+    async with ranked(3, faults={which: faults}) as (replica, ranks):
+        await update(replica, 1, 3)
+        faults.raises(point, RuntimeError("a kernel broke"))
+        with pytest.raises(errors.EngineFailed, match=rf"r0: rank {which}.*a kernel broke"):
+            await update(replica, 2, 3)
+        assert replica.health is health
+        for ticket, transfer in OPENED[3:]:
+            if ticket.rank != which and point != "update/label":
+                assert transfer.aborted_with, f"rank {ticket.rank}'s sender was not told"
+                assert "commit" not in transfer.events
+        if health is Health.OK:
+            versions = {g.version for r in ranks for g in r.engine.groups.values()}
+            assert versions == {Version(0, 1)}
+            assert not any(t.bytes_moved for _, t in OPENED[3:])
+            assert (await ask(replica, "a")).token_ids
+        else:
+            with pytest.raises(errors.WeightsPoisoned):
+                await ask(replica, "a")
+        await update(replica, 3, 3)
+        assert replica.health is Health.OK
+        done = await asyncio.gather(*(ask(replica, f"b{n}") for n in range(6)))
+        assert {s.version for d in done for s in d.spans} == {Version(0, 3)}
+
+
+async def test_ranks_that_are_sent_different_contents_do_not_commit() -> None:
+    class Other(MemoryTransfer):
+        def __init__(self, tensors: Any, **more: Any) -> None:
+            first, *rest = tensors
+            super().__init__([(first[0], bytes(len(first[1]))), *rest], **more)
+
+    MAKE["1"] = Other
+    async with ranked(2) as (replica, _):
+        with pytest.raises(errors.VerifyFailed, match=r"embed\.weight"):
+            await update(replica, 1, 2)
+        assert replica.health is Health.POISONED
+        MAKE.clear()
+        await update(replica, 1, 2)
+        assert replica.health is Health.OK
+
+
+async def test_a_ticket_for_another_number_of_ranks_is_refused() -> None:
+    async with ranked(3) as (replica, _):
+        with pytest.raises(errors.SessionError, match=r"for 2 rank\(s\) and there are 3"):
+            await update(replica, 1, 2)
+        assert not OPENED
+        with pytest.raises(errors.SessionError, match="takes a ticket"):
+            await replica.update_weights(
+                MemoryTransfer(weights_at(1), version=Version(0, 1)), version=Version(0, 1)
+            )
+        assert replica.health is Health.OK
+
+
+async def test_a_cancelled_update_ends_in_every_rank_and_the_next_one_works() -> None:
+    for moment in range(1, 12):
+        async with ranked(3, seed=moment) as (replica, _):
+            task = asyncio.create_task(update(replica, 1, 3))
+            await asyncio.sleep(moment * 0.08)
+            task.cancel()
+            await asyncio.wait({task})
+            await update(replica, 2, 3)
+            assert replica.health is Health.OK
+
+
+async def test_no_rank_wakes_on_a_stale_word_h8() -> None:
+    """Pause and resume a hundred times, with ranks that answer late: all open, or all shut."""
+    async with ranked(4) as (replica, ranks):
+        draw = random.Random(8)
+        for round_ in range(100):
+            mode = draw.choice(list(PauseMode))
+            tasks = [ask(replica, f"{round_}/{n}", draw.randint(1, 6)) for n in range(5)]
+            await asyncio.sleep(draw.uniform(0, 0.05))
+            await replica.pause_generation(mode)
+            assert all(r.engine.scheduler.standing_still for r in ranks)
+            steps = [r.engine.scheduler.steps for r in ranks]
+            await asyncio.sleep(draw.uniform(0, 0.5))
+            assert [r.engine.scheduler.steps for r in ranks] == steps, "a rank stepped in a pause"
+            await replica.resume_generation()
+            assert {r.engine.scheduler.mode for r in ranks} == {None}
+            await asyncio.gather(*tasks)
+            await replica.check_invariants()
+
+
+async def test_a_resume_that_fails_in_one_rank_is_undone_in_the_others() -> None:
+    for retention in (Retention.BACKUP, Retention.DISCARD):
+        device = Device()
+        async with ranked(3, devices={1: device}) as (replica, ranks):
+            await update(replica, 1, 3)
+            await replica.release(retention=retention)
+            device.refuse.add(Tag.KV_CACHE)
+            with pytest.raises(errors.ResumeOutOfMemory, match="rank 1"):
+                await replica.resume()
+            assert [r.engine.device.resident() for r in ranks] == [0, 0, 0]
+            backups = [r.engine.device.host_used for r in ranks]
+            assert len(set(backups)) == 1
+            assert bool(backups[0]) is (retention is Retention.BACKUP)
+            assert replica.health is Health.OK
+            await replica.resume()
+            if retention is Retention.DISCARD:
+                await update(replica, 2, 3)
+            assert (await ask(replica, "a")).token_ids
+
+
+async def test_a_backup_without_room_in_one_rank_is_undone_in_the_others() -> None:
+    device = Device(host_capacity=10)
+    async with ranked(3, devices={2: device}) as (replica, ranks):
+        with pytest.raises(errors.HostOutOfMemory, match="rank 2"):
+            await replica.release(retention=Retention.BACKUP)
+        assert len({r.engine.device.resident() for r in ranks}) == 1
+        assert (await ask(replica, "a")).token_ids
+
+
+async def test_requests_go_to_the_rank_with_fewest() -> None:
+    async with ranked(3) as (replica, ranks):
+        tasks = [ask(replica, f"a{n}", 400) for n in range(6)]
+        await asyncio.sleep(0.1)
+        assert [len(r.engine.scheduler.running) for r in ranks] == [2, 2, 2]
+        status = await replica.status()
+        assert set(status.backend.running) == {f"a{n}" for n in range(6)}
+        gone = [task for task, n in zip(tasks, range(6), strict=True) if n % 3 == 1]
+        assert (await replica.abort(["a1", "a4", "zz"])).unknown == ("zz",)
+        await asyncio.gather(*gone)
+        more = [ask(replica, f"b{n}", 400) for n in range(2)]
+        await asyncio.sleep(0.1)
+        assert [len(r.engine.scheduler.running) for r in ranks] == [2, 2, 2]
+        report = await replica.pause_generation(PauseMode.ABORT)
+        assert len(report.aborted) == 6
+        await asyncio.gather(*tasks, *more)
+
+
+async def test_what_ranks_report_adds_up() -> None:
+    async with ranked(3) as (replica, ranks):
+        each = [await r.engine.memory() for r in ranks]
+        memory = await replica.memory()
+        assert memory.resident() == sum(m.resident() for m in each)
+        assert len(memory.arenas) == len(each[0].arenas)
+        digest = await replica.digest()
+        assert digest.ranks == (0, 1, 2)
+        assert dict(digest.values) == dict((await ranks[0].engine.digest()).values)
+        ranks[1].engine.groups["target"].flip_a_bit()
+        differing = await replica.digest(["embed.weight", "layers.0.gate"])
+        assert differing.values["embed.weight"] == union.DIFFERENT
+        assert differing.values["layers.0.gate"] != union.DIFFERENT
+
+
+async def test_content_that_changed_in_one_rank_is_sent_again() -> None:
+    async with ranked(2) as (replica, ranks):
+        await update(replica, 1, 2)
+        ranks[1].engine.groups["target"].flip_a_bit()
+        report = await update(replica, 1, 2)
+        assert not report.skipped
+        assert len({r.engine.groups["target"].digest() for r in ranks}) == 1
