@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hotbunk.rollout import allocator
+from hotbunk.rollout import allocator, native
 from hotbunk.rollout.allocator import EXPANDABLE, VARIABLES, ExpandableSegments, is_on, preflight
 from hotbunk.rollout.contract import Retention
 from hotbunk.rollout.errors import MemoryFault, ReleaseIncomplete
@@ -109,6 +109,12 @@ def test_torch_itself_is_told_m14() -> None:
         put("expandable_segments:False")
 
 
+needs_native = pytest.mark.skipif(
+    not native.available(), reason="installed without the native library"
+)
+
+
+@needs_native
 def test_the_cache_is_emptied_once_after_each_release_that_gave_memory_back_m11(
     tmp_path: Path,
 ) -> None:
@@ -147,6 +153,7 @@ def test_which_cache_a_device_has_m11(monkeypatch: pytest.MonkeyPatch) -> None:
     assert emptied == ["cuda"]
 
 
+@needs_native
 def test_an_engine_on_a_gpu_has_torchs_cache_emptied_m11(
     fake_cuda: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from hotbunk.rollout import native
 from hotbunk.rollout.binding import ModuleBinding, dtype_from, dtype_name, parameters_on_meta
 from hotbunk.rollout.contract import Retention
 from hotbunk.rollout.errors import Unsupported
 from hotbunk.rollout.kernels import fingerprint
 from hotbunk.rollout.memory import HostPool
+
+if not native.available():
+    pytest.skip("installed without the native library", allow_module_level=True)
 
 
 class Rotary(nn.Module):

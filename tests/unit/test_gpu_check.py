@@ -11,6 +11,11 @@ from types import ModuleType
 
 import pytest
 
+from hotbunk.rollout import native
+
+if not native.available():
+    pytest.skip("installed without the native library", allow_module_level=True)
+
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hotbunk.rollout import native
 from hotbunk.rollout.contract import Retention
 from hotbunk.rollout.errors import (
     MemoryFault,
@@ -19,6 +20,9 @@ from hotbunk.rollout.errors import (
     SessionError,
 )
 from hotbunk.rollout.memory import ALIGN, PAGE, HostPool, NativeArena, NativePool, Survival
+
+if not native.available():
+    pytest.skip("installed without the native library", allow_module_level=True)
 
 MIB = 1 << 20
 BACKUP, DISCARD, RESIDENT = Retention.BACKUP, Retention.DISCARD, Retention.RESIDENT

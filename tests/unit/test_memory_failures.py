@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hotbunk.rollout import native
 from hotbunk.rollout.contract import Retention
 from hotbunk.rollout.errors import (
     HostOutOfMemory,
@@ -22,6 +23,9 @@ from hotbunk.rollout.errors import (
 )
 from hotbunk.rollout.memory import PAGE, HostPool, NativeArena, NativePool, Survival
 from hotbunk.rollout.native_pool import Code
+
+if not native.available():
+    pytest.skip("installed without the native library", allow_module_level=True)
 
 MIB = 1 << 20
 CAPACITY = 64 * MIB  # of the fake device

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hotbunk.rollout import native
 from hotbunk.rollout.contract import Retention
 from hotbunk.rollout.errors import (
     HostOutOfMemory,
@@ -20,6 +21,9 @@ from hotbunk.rollout.errors import (
     ResumeOutOfMemory,
 )
 from hotbunk.rollout.memory import HostPool, NativeArena, NativePool, Survival
+
+if not native.available():
+    pytest.skip("installed without the native library", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20

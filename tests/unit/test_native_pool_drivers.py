@@ -21,6 +21,9 @@ from hotbunk.rollout.errors import ConfigError, MemoryFault, Unsupported
 from hotbunk.rollout.memory import HostPool, NativePool, Survival, host_pool
 from hotbunk.rollout.native_pool import Code
 
+if not native.available():
+    pytest.skip("installed without the native library", allow_module_level=True)
+
 MIB = 1 << 20
 BACKUP, DISCARD = Retention.BACKUP, Retention.DISCARD
 
