@@ -53,8 +53,8 @@ def parse(address: str) -> tuple[str, int, str]:
     return host.strip("[]"), int(port), token
 
 
-async def connect(ticket: Ticket) -> tuple[Channel, Welcome]:
-    """Reach the sender and show the ticket.
+async def connect(ticket: Ticket, holds: tuple[str, ...] = ()) -> tuple[Channel, Welcome]:
+    """Reach the sender and show the ticket. ``holds``: what this process kept of earlier syncs.
 
     :raises TransferFailed: the offer is gone, or this is not its ticket.
     """
@@ -64,7 +64,7 @@ async def connect(ticket: Ticket) -> tuple[Channel, Welcome]:
     try:
         async with asyncio.timeout(OPEN_WAIT):
             channel = Channel(*await asyncio.open_connection(host, port))
-            await channel.send(Hello(token, ticket.rank, PROCESS), OPEN_WAIT)
+            await channel.send(Hello(token, ticket.rank, PROCESS, holds), OPEN_WAIT)
             said = await channel.receive(from_sender)
         if isinstance(said, Welcome):
             return channel, said

@@ -21,7 +21,7 @@ from hotbunk.rollout.contract import Ticket
 from hotbunk.rollout.registry import load_transport
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
-TRANSPORTS = ["disk"]
+TRANSPORTS = ["collective", "disk"]
 SOAK = int(os.environ.get("HOTBUNK_SOAK", "0"))
 PHASES = ["open", "accept", "bucket 0", "bucket 7", "fingerprints"]
 STALL = 2.0  # seconds; short, so that hung ends cost little

@@ -151,7 +151,7 @@ class Crew:
         *,
         ranks: Sequence[int] = (1,),
         options: Any = None,
-        deadline: float = 30.0,
+        deadline: float = 120.0,
     ) -> tuple[list[list[dict[str, Any]]], HotbunkError | None]:
         """One sync to processes started for it; how it ended for every rank, and for the sender."""
         offer = await transport.offer(source, manifest, ranks=ranks, deadline=deadline)
