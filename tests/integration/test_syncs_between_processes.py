@@ -29,7 +29,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def transport(
-    kind: str, tmp_path: Path, programs: Callable[[str], Any]
+    kind: str, tmp_path: Path, programs: Callable[[str], Any], zygotes: None
 ) -> AsyncIterator[Transport]:
     """One transport; nothing of it may be left."""
     before = programs("crew").open_files()
@@ -137,7 +137,7 @@ async def test_ranks_that_disagree_about_what_they_have_are_refused(
 async def test_syncs_follow_one_another_to_the_same_processes(
     transport: Transport, crew: Any, weights: Any, programs: Any
 ) -> None:
-    living = [await crew.start("receive.py", {}) for _ in range(2)]
+    living = [await crew.start("receive.py", {}, torch=True) for _ in range(2)]
     for step in (1, 2, 3):
         named = weights.simple(step)
         source = state_dict_source(named)
@@ -210,7 +210,9 @@ async def test_offers_of_two_jobs_never_meet(
         transport = load_transport(kind)(**options)
         named = weights.simple(10 + job)
         source = state_dict_source(named)
-        offer = await transport.offer(source, weights.manifest_of(source), ranks=[2], deadline=120.0)
+        offer = await transport.offer(
+            source, weights.manifest_of(source), ranks=[2], deadline=120.0
+        )
         jobs.append((transport, named, offer))
     place, _, _ = jobs[0][2].tickets[0].address.partition("/")
     _, _, token = jobs[1][2].tickets[0].address.partition("/")

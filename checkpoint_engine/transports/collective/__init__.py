@@ -55,7 +55,7 @@ class CollectiveTransport(Transport):
         self.backend = backend_for(device)
         self.generation = 0
         self.store_port = 0
-        self._address = address
+        self.address = address
         self._stall = stall
         self._name = uuid.uuid4().hex[:12]
         self._store: Any = None
@@ -79,7 +79,7 @@ class CollectiveTransport(Transport):
             manifest,
             ranks=ranks,
             deadline=deadline,
-            address=self._address,
+            address=self.address,
             stall=self._stall,
         )
         await offer.listen()
@@ -97,23 +97,16 @@ class CollectiveTransport(Transport):
 
     # -- for offers ---------------------------------------------------------------------------
 
-    def store(self) -> Any:
-        """The store through which groups are built."""
-        if self._store is None:
-            from hotbunk.checkpoint_engine.transports.collective.groups import open_store
-
-            self._store, self.store_port = open_store(self._address, self._stall)
-        return self._store
-
     def group_for(self, link: Link) -> tuple[Group, bool]:
         """The link's group, and whether it must be built."""
-        from hotbunk.checkpoint_engine.transports.collective.groups import Group
+        from hotbunk.checkpoint_engine.transports.collective.groups import Group, open_store
 
         kept = self._kept.get(link.key)
         if kept is not None and all(kept.name in member.holds for member in link.members):
             return kept, False
         self._kept.drop(link.key)
-        self.store()
+        if self._store is None:
+            self._store, self.store_port = open_store(self.address, self._stall)
         self.generation += 1
         group = Group(
             f"{self._name}/{self.generation}",
@@ -121,7 +114,7 @@ class CollectiveTransport(Transport):
             0,
             1 + len(link.members),
             backend=self.backend,
-            address=self._address,
+            address=self.address,
         )
         self._kept.put(link.key, group)
         return group, True

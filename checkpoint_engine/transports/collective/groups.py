@@ -112,13 +112,15 @@ class Group:
 
     # -- in a thread --------------------------------------------------------------------------
 
-    def init(self, store: Store, seconds: float) -> None:
-        """Build it; returns when every rank has.
+    def init(self, host: str, port: int, seconds: float) -> None:
+        """Build it, over the store at that place; returns when every rank has.
 
+        :raises TransferFailed: the store cannot be reached.
         :raises DeadlineExceeded: naming the group, the ranks present and the ranks absent.
         :raises Unsupported: this torch has no such backend.
         """
-        self._store = PrefixStore(self.name, store)
+        # A client of its own: one that several threads share crashes.
+        self._store = PrefixStore(self.name, join_store(host, port, seconds))
         try:
             self._store.set(f"here/{self.rank}", "1")
             self._made = _MAKERS[self.backend](

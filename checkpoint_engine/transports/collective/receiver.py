@@ -12,7 +12,6 @@ from hotbunk.checkpoint_engine.transports.collective.groups import (
     DEVICES,
     Group,
     Kept,
-    join_store,
 )
 from hotbunk.checkpoint_engine.transports.control import Ack, Channel, End, Full, Ready, Welcome
 from hotbunk.checkpoint_engine.transports.receiving import ReceivingTransfer, connect
@@ -93,12 +92,8 @@ class CollectiveTransfer(ReceivingTransfer):
             address=self._address,
         )
         host = self._host.strip("[]")
-
-        def build() -> None:
-            group.init(join_store(host, way.store_port, way.seconds), way.seconds)
-
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(group.executor, build)
+        await loop.run_in_executor(group.executor, group.init, host, way.store_port, way.seconds)
         _kept.put(self._key, group)
 
     async def buckets(self) -> AsyncIterator[Bucket]:

@@ -166,7 +166,11 @@ class CollectiveOffer(NegotiatedOffer):
             if fresh:
                 building.append(
                     asyncio.get_running_loop().run_in_executor(
-                        group.executor, group.init, self._transport.store(), seconds
+                        group.executor,
+                        group.init,
+                        self._transport.address,
+                        self._transport.store_port,
+                        seconds,
                     )
                 )
         for one in building:  # each ends by itself, a little after its deadline at worst
