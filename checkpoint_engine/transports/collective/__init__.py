@@ -122,4 +122,4 @@ class CollectiveTransport(Transport):
     def forget(self, party: Party) -> None:
         """The replica did not commit: its groups may be in the middle of something."""
         ranks = {(m.process, m.rank) for m in party.members.values()}
-        self._kept.drop_if(lambda key: bool(ranks & set(key)))
+        self._kept.drop_if(lambda key: bool(ranks & set(key[1])))

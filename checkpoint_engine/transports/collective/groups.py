@@ -129,6 +129,8 @@ class Group:
         except RuntimeError as error:
             self.broken = True
             raise self._not_built(seconds, error) from error
+        if self.broken:  # closed meanwhile
+            self.close()
 
     def broadcast(self, buffer: torch.Tensor, seconds: float) -> None:
         """Rank 0's bytes to all; returns when they are there.

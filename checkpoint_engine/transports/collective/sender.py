@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class Link:
         self.party = party
         self.members = list(members)
         self.want = want
+        self.nth = 0  # among links to the very same ranks: one process may hold several replicas
         self.taker = Taker(HALVES)
         self.taker.granted = HALVES
         self.group: Group | None = None
@@ -46,9 +48,9 @@ class Link:
         self.full: asyncio.Queue[tuple[int, int, tuple[Piece, ...]] | None] = asyncio.Queue()
 
     @property
-    def key(self) -> tuple[tuple[str, int], ...]:
+    def key(self) -> tuple[int, tuple[tuple[str, int], ...]]:
         """Whom the group is for: the same processes, in the same places."""
-        return tuple((m.process, m.rank) for m in self.members)
+        return self.nth, tuple((m.process, m.rank) for m in self.members)
 
 
 class CollectiveOffer(NegotiatedOffer):
@@ -77,7 +79,7 @@ class CollectiveOffer(NegotiatedOffer):
         self._source = source
         self._walking: asyncio.Future[None] | None = None
         self._walk: Walk | None = None
-        self._links: list[Link] = []
+        self._links: Counter[tuple[int, tuple[tuple[str, int], ...]]] = Counter()
 
     async def run(self) -> None:
         waiting = {
@@ -148,6 +150,8 @@ class CollectiveOffer(NegotiatedOffer):
         seconds = min(self.stall, max(self.left, 0.001))
         building: list[asyncio.Future[None]] = []
         for link in links:
+            link.nth = self._links[link.key]
+            self._links[0, link.key[1]] += 1
             group, fresh = self._transport.group_for(link)
             link.group = group
             room = layout.room(self.manifest.bucket_bytes, link.want)
