@@ -165,8 +165,11 @@ class Party:
         async def one(member: Member) -> None:
             heard[member.rank] = await member.inbox.get()
 
+        async def all_of() -> None:
+            await asyncio.gather(*(one(member) for member in ranks))
+
         ranks = list(self.members.values() if members is None else members)
-        if not await self.wait(asyncio.gather(*(one(m) for m in ranks)), seconds):
+        if not await self.wait(all_of(), seconds):
             silent = [m.rank for m in ranks if m.rank not in heard]
             raise DeadlineExceeded(
                 step, seconds, where=f"replica {self.replica}, silent ranks {silent}"

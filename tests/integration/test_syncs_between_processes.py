@@ -38,7 +38,7 @@ async def transport(
     yield made
     await made.close()
     await asyncio.sleep(0.05)
-    left = {one for one in programs("crew").open_files() - before if "pipe" not in one}
+    left = programs("crew").open_files() - before
     assert not left, "descriptors stayed open"
     names = [name for _, directories, _ in os.walk(tmp_path) for name in directories]
     assert not any(name.startswith((".new", ".old")) for name in names)

@@ -241,11 +241,13 @@ class Crew:
 
 
 def open_files() -> set[str]:
-    """What this process has open, by name; connections, too."""
+    """What this process has open, by name, without what leads to processes of a crew."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
-            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+            name = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             continue
+        if "pipe" not in name and "pidfd" not in name:
+            found.add(f"{fd} {name}")
     return found
