@@ -1,4 +1,4 @@
-"""The main job: GRPO in one process, trainer and engine taking turns on the same memory.
+"""The main job: GRPO, trainer and engines taking turns on the same memory.
 
 Uses only the contract and the hooks; everything an engine does is behind a replica's handle.
 """
@@ -18,16 +18,16 @@ import torch
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import SyncReport
+from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout import errors
+from hotbunk.rollout.arena import MemoryPool
 from hotbunk.rollout.contract import Completion, GenerateRequest, Sampling, Version, collect
-from hotbunk.rollout.handle import LocalHandle, ReplicaHandle
+from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.memory import host_pool
-from hotbunk.rollout.registry import create_backend, load_transport
-from hotbunk.rollout.replica import Replica
-from hotbunk.rollout.status import Deadlines
+from hotbunk.rollout.registry import load_transport
 from hotbunk.trainer_hooks.hooks import TrainerHooks
 from hotbunk.trainer_hooks.recipes import checkpoint
-from hotbunk.trainer_hooks.recipes.config import save
+from hotbunk.trainer_hooks.recipes.config import TransportConfig, save
 from hotbunk.trainer_hooks.recipes.gauges import GenerationGauges
 from hotbunk.trainer_hooks.recipes.grpo import group_advantages, make_batch
 from hotbunk.trainer_hooks.recipes.learner import Learner, StepStats
@@ -35,6 +35,7 @@ from hotbunk.trainer_hooks.recipes.meter import TOTAL, MemoryMeter, MeteredShare
 from hotbunk.trainer_hooks.recipes.models import ModelBundle, build_tiny, encode_sample, load_bundle
 from hotbunk.trainer_hooks.recipes.preflight import TINY, Plan, backend_options
 from hotbunk.trainer_hooks.recipes.recorder import RunRecorder
+from hotbunk.trainer_hooks.recipes.replicas import start_replicas
 from hotbunk.trainer_hooks.recipes.report import write_report
 from hotbunk.trainer_hooks.recipes.tasks import Sample
 
@@ -126,21 +127,15 @@ class _Job:
         learner = Learner(bundle.model_dir, trainer, pool)
         if plan.resumed is not None:
             checkpoint.load_optimizer(plan.resumed, learner.optimizer)
-        replica = Replica(
-            create_backend(config.rollout.name, **backend_options(plan)),
-            deadlines=Deadlines(hold=config.rollout.hold_deadline),
-        )
-        stack.push_async_callback(replica.close)
-        await replica.start()
-        frees, able = config.rollout.free_cache_engine, replica.capabilities.release
+        handles = await start_replicas(config.rollout, backend_options(plan), stack)
+        frees, able = config.rollout.free_cache_engine, handles[0].capabilities.release
         if frees and not able:
             log.warning("the engine's memory is not released: %s", able.how)
             frees = False
-        handles = [LocalHandle(replica)]
         meter = MemoryMeter(handles, pool, recorder)
         manager = CheckpointEngineManager(
             handles,
-            load_transport(config.transport.name)(pool, meter.mark),
+            _transport(config.transport, pool, meter),
             deployment=config.rollout.deployment,
             policy=config.sync,
             free_cache_engine=frees,
@@ -311,6 +306,17 @@ class _Job:
         if self.plan.config.strict:
             raise error
         log.warning("%s", error)
+
+
+def _transport(config: TransportConfig, pool: MemoryPool, meter: MemoryMeter) -> Transport:
+    """The way weights travel. :raises ConfigError: an option it does not have."""
+    factory: Callable[..., Transport] = load_transport(config.name)
+    if config.name == "naive":  # the one whose bucket is in this process's books
+        return factory(pool, meter.mark)
+    try:
+        return factory(**config.options)
+    except TypeError as error:
+        raise errors.ConfigError(f"transport {config.name!r}: {error}") from error
 
 
 def _make_tiny(plan: Plan) -> Path:
