@@ -68,9 +68,11 @@ class HotbunkError(Exception):
     """Base of everything hotbunk raises on purpose.
 
     ``where`` names the replica, step, rank or tensor; ``remedy`` says what to do.
+    ``remote_traceback`` is the traceback of what went wrong in another process, or nothing.
     """
 
     retryable: ClassVar[bool] = False
+    remote_traceback: str = ""
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
         self.what = what

@@ -73,8 +73,10 @@ class Intake:
         self.nbytes = 0
         self.buckets = 0
 
-    def check(self, bucket: Bucket, data_bytes: int) -> tuple[BucketEntry, ...]:
+    def check(self, bucket: Bucket, data_bytes: int | None) -> tuple[BucketEntry, ...]:
         """The bucket's entries, if every one of them may be written.
+
+        ``data_bytes`` is the size of the bucket's data; None: the sender wrote the pieces itself.
 
         :raises TransferFailed: a hostile or broken table; nothing of this bucket was written.
         """
@@ -91,7 +93,8 @@ class Intake:
                     f"bucket {self.buckets} puts bytes {entry.start}..+{entry.nbytes} into "
                     f"{name!r}, which has {size} and received {at}"
                 )
-            if entry.offset < 0 or entry.offset + entry.nbytes > data_bytes:
+            inside = data_bytes is None or 0 <= entry.offset <= data_bytes - entry.nbytes
+            if not inside:
                 raise errors.TransferFailed(
                     f"bucket {self.buckets} is cut short: {name!r} lies at "
                     f"{entry.offset}..+{entry.nbytes} of {data_bytes} bytes"

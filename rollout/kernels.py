@@ -127,6 +127,16 @@ class CopyPlan:
         if host:
             self._tables[_HOST] = array("q", host)
 
+    def let_go(self) -> bool:
+        """Drop the tensors and keep the addresses; the caller sees to it that they stay valid.
+
+        False: the plan needs its tensors, and still has them.
+        """
+        if self._by_torch or len(self._tables) > 1:
+            return False
+        self._pairs = []
+        return True
+
     @torch.no_grad()
     def run(self) -> None:
         """Do all the copies, in any order.

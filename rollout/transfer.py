@@ -59,15 +59,23 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where a receiver keeps one tensor: element type there, and arena offset in bytes."""
+    """Where a receiver keeps one tensor: element type and shape there, and arena offset in bytes.
+
+    ``slices`` is ``(start, length)`` for every dimension of the offered tensor where only a part of
+    it is wanted; ``shape`` is then the part's.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     offset: int = -1  # in the receiver's arena; -1 is not published
+    slices: tuple[tuple[int, int], ...] = ()
 
 
 class ReceiverLayout(msgspec.Struct, frozen=True):
-    """Which names a receiver rank wants, and as what: casts happen at the source."""
+    """Which names a receiver rank wants, and as what: casts happen at the source.
+
+    A tensor none of whose names is here is not sent to that rank; names nobody offers mean nothing.
+    """
 
     tensors: Mapping[str, Placement]
 

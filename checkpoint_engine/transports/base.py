@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from hotbunk.checkpoint_engine.source import WeightSource
 from hotbunk.rollout.contract import Manifest, Ticket, Transfer
+
+if TYPE_CHECKING:  # a receiver's process may have no torch
+    from hotbunk.checkpoint_engine.source import WeightSource
 
 
 class Offer(ABC):

@@ -247,7 +247,9 @@ class ReferenceEngine(Generating):
 
         layout = {n: known[n] for spec in manifest.tensors for n in spec.names}
         await self._thread.call(check)
-        await transfer.accept(ReceiverLayout(layout))
+        adapter = scope.kind is ScopeKind.ADAPTER  # has an arena of its own, made when bytes come
+        arena = None if adapter else self._runner.shared_weights()
+        in_place = await transfer.accept(ReceiverLayout(layout), arena)
 
         begun: list[Writer] = []
 
@@ -260,6 +262,8 @@ class ReferenceEngine(Generating):
                 begun[0].write(bucket)
             return begun[0]
 
+        if in_place:  # the first byte comes when the first bucket is asked for
+            await self._thread.call(partial(write, None))
         async for bucket in transfer.buckets():
             await _uncut(self._thread.call(partial(write, bucket)))
         # An update without a byte is one, too.

@@ -17,7 +17,8 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``max_num_seqs``: requests that run at once. ``enable_prefix_caching``: whether KV
     of one request may serve another with the same beginning. ``backup_dir``: where backups go
     (default: the system's temporary folder). ``quantization``: ``int8`` keeps linear layers in eight
-    bits; syncs carry them as they are.
+    bits; syncs carry them as they are. ``share_weights``: memory lies in files without names, so
+    that a trainer on this host may write weights straight into them (needs the native library).
     """
 
     model: str
@@ -30,6 +31,7 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enable_prefix_caching: bool = True
     backup_dir: str | None = None
     quantization: str | None = None
+    share_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.load not in ("disk", "empty"):

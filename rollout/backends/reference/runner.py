@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hotbunk.rollout import errors
+from hotbunk.rollout import errors, native
 from hotbunk.rollout.arena import Survival
 from hotbunk.rollout.backends.reference.attention import StepContext
 from hotbunk.rollout.backends.reference.lora import AdapterBank
@@ -24,9 +24,9 @@ from hotbunk.rollout.backends.reference.sampler import Drawn, draw
 from hotbunk.rollout.backends.reference.scheduler import Plan, Sequence
 from hotbunk.rollout.backends.reference.weights import load_model
 from hotbunk.rollout.binding import ModuleBinding, dtype_from, tensor_over
-from hotbunk.rollout.contract import TARGET, Tag
+from hotbunk.rollout.contract import TARGET, ArenaHandle, Tag
 from hotbunk.rollout.kernels import as_bytes, fingerprints, kv_gather, kv_scatter, kv_zero
-from hotbunk.rollout.memory import host_pool
+from hotbunk.rollout.memory import MemoryPool, NativeArena, NativePool, host_pool
 
 
 class ModelRunner:
@@ -34,7 +34,7 @@ class ModelRunner:
 
     def __init__(self, options: ReferenceOptions) -> None:
         self._backup_dir = options.backup_dir or tempfile.gettempdir()
-        self.pool = host_pool(Path(self._backup_dir))
+        self.pool = _pool(options.share_weights, Path(self._backup_dir))
         self._block_size = options.block_size
         self.blocks = options.kv_cache_tokens // options.block_size
         self.model = load_model(options)
@@ -47,6 +47,14 @@ class ModelRunner:
         self.binding = ModuleBinding(self.model, self.pool, Tag.WEIGHTS, TARGET)
         self.adapters = AdapterBank(self.model, self.pool, dtype)
         self._kv = self._make_kv(dtype)
+
+    def shared_weights(self) -> ArenaHandle | None:
+        """The weights' arena, for a peer that may write to it; None where it is not shared."""
+        arena = self.binding.arena
+        fd = arena.fd if isinstance(arena, NativeArena) else None
+        if fd is None or self.quantised:  # what is sent then is not what lies there
+            return None
+        return ArenaHandle("file", arena.size, fd)
 
     def _make_kv(self, dtype: torch.dtype) -> torch.Tensor:
         config = self.config
@@ -127,6 +135,15 @@ class ModelRunner:
         """Let go of the model, then of its memory."""
         del self.model, self.binding, self.adapters, self._kv
         self.pool.close()
+
+
+def _pool(shared: bool, backup_dir: Path) -> MemoryPool:
+    if not shared:
+        return host_pool(backup_dir)
+    try:
+        return NativePool("shared", backup_dir=backup_dir)
+    except native.NativeUnavailable as error:
+        raise errors.Unsupported("share_weights", "reference", str(error)) from error
 
 
 _TOGETHER = 64  # blocks that are saved and read at a time

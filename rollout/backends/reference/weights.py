@@ -52,6 +52,9 @@ class Writer:
         :raises TiedMismatch: one tied tensor, two contents.
         """
         data = bucket.data
+        if data is None:  # the sender wrote it
+            self.intake.check(bucket, None)
+            return
         if not isinstance(data, torch.Tensor):
             view = memoryview(data).cast("B")
             if view.readonly:  # torch wants buffers it could write to
