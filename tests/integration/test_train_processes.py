@@ -30,6 +30,11 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def has_steps(run: Path) -> bool:
+    path = run / "metrics.jsonl"
+    return path.exists() and path.stat().st_size > 0
+
+
 @pytest.mark.parametrize(
     "more",
     [("rollout.replicas=2", "rollout.threads=1"), ("rollout.data_parallel=2",)],
@@ -61,13 +66,15 @@ def test_kill_9_takes_the_engines_along(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as trainer:
-        until = time.monotonic() + 60
-        while time.monotonic() < until and not (out / "metrics.jsonl").exists():
-            time.sleep(0.05)
-        family = psutil.Process(trainer.pid).children(recursive=True)
-        assert len(family) >= 3, "a fork server and two engines"
-        trainer.send_signal(signal.SIGKILL)
-        _, alive = psutil.wait_procs(family, timeout=10)
-        for one in alive:
-            one.kill()
+        try:
+            until = time.monotonic() + 60
+            while time.monotonic() < until and not has_steps(out):
+                time.sleep(0.05)
+            family = psutil.Process(trainer.pid).children(recursive=True)
+        finally:
+            trainer.send_signal(signal.SIGKILL)
+    assert len(family) >= 3, "a fork server and two engines"
+    _, alive = psutil.wait_procs(family, timeout=10)
+    for one in alive:
+        one.kill()
     assert not alive
