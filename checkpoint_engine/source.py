@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from hotbunk.rollout.binding import dtype_name
 from hotbunk.rollout.contract import TARGET, TensorSpec
-from hotbunk.rollout.errors import ConfigError, DuplicateName
+from hotbunk.rollout.errors import DuplicateName
 
 Rename = Callable[[str], str | None]
 
@@ -111,40 +110,3 @@ def module_source(
 def state_dict_source(state: Mapping[str, torch.Tensor], *, group: str = TARGET) -> TensorSource:
     """A state dict, as it is when walked."""
     return TensorSource(state.items, group=group)
-
-
-class SafetensorsSource:
-    """A directory of safetensors files; one tensor at a time is read.
-
-    :raises ConfigError: there is none, or a file cannot be read.
-    """
-
-    def __init__(self, directory: Path, *, group: str = TARGET) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self._open = safe_open
-        self._files: dict[str, Path] = {}
-        paths = sorted(directory.glob("*.safetensors"))
-        if not paths:
-            raise ConfigError(f"no *.safetensors file in {str(directory)!r}")
-        specs: list[TensorSpec] = []
-        for path in paths:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 - not a mapping
-                        if name in self._files:
-                            raise DuplicateName([name])
-                        self._files[name] = path
-                        tensor = file.get_tensor(name)
-                        specs.extend(specs_of([(name, tensor)], group).values())
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{str(path)!r} is not a safetensors file: {error}") from error
-        self._specs = tuple(specs)
-
-    def specs(self) -> tuple[TensorSpec, ...]:
-        return self._specs
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        for spec in self._specs:
-            with self._open(self._files[spec.name], framework="pt") as file:
-                yield file.get_tensor(spec.name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -210,6 +212,33 @@ class Frozen:
     def goldens(self, model: Path) -> list[list[int]]:
         """What the model makes of them, uninterrupted."""
         return [golden(model, p, self.length) for p in self.prompts]
+
+
+def _program(name: str) -> Any:
+    """A module of programs/, which lies on nobody's path."""
+    full = f"hotbunk_test_{name}"
+    if full not in sys.modules:
+        path = Path(__file__).parent / "programs" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(full, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[full] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[full])
+    return sys.modules[full]
+
+
+@pytest.fixture(scope="session")
+def programs() -> Callable[[str], Any]:
+    """``programs("crew")``: a module of programs/."""
+    return _program
+
+
+@pytest.fixture
+async def crew() -> AsyncIterator[Any]:
+    """Starts second processes, and ends them."""
+    made = _program("crew").Crew()
+    yield made
+    await made.close()
 
 
 class Kit:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
-from hotbunk.checkpoint_engine.source import SafetensorsSource, module_source
+from hotbunk.checkpoint_engine.source import module_source
+from hotbunk.checkpoint_engine.sources.safetensors import SafetensorsSource
 from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
 from hotbunk.rollout.contract import Version
 from hotbunk.rollout.handle import LocalHandle

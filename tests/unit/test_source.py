@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from hotbunk.checkpoint_engine.source import (
-    SafetensorsSource,
     TensorSource,
     WeightSource,
     module_source,
     state_dict_source,
 )
+from hotbunk.checkpoint_engine.sources.safetensors import SafetensorsSource
 from hotbunk.rollout.errors import ConfigError, DuplicateName
 
 

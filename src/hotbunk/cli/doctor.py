@@ -34,6 +34,7 @@ class Finding(msgspec.Struct, frozen=True):
 _NEEDS = {
     "reference": ("torch", "transformers", "safetensors"),
     "naive": ("torch",),
+    "disk": ("torch",),
     "vllm": ("vllm",),
     "sglang": ("sglang",),
     "trtllm": ("tensorrt_llm",),
