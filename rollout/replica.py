@@ -449,9 +449,9 @@ class Replica:
             async with entry.waiting():
                 return await anext(stream)
         except errors.HotbunkError as error:
-            entry.waited()
             if isinstance(error, errors.ReplicaLost):
-                self._lose(error.what)  # so its end is the others', too
+                entry.waited()  # this wait has ended; letting everybody go must not move it
+                self._lose(error.what)
             if entry.gone:  # who was slow to read is told what the others were told
                 return None
             raise
