@@ -1,16 +1,19 @@
 """Releasing and resuming a pool's memory, against what one does without a pool.
 
-All in one process and one run, on the same random bytes. Peers: for a release and a bare resume,
-``munmap`` and ``mmap`` with the page faults of the first touch (an allocator without a pool); for a
-resume that restores, reading the same bytes from a safetensors file in the page cache into fresh
-memory. Limits: the kernel taking back huge pages (``munmap``), one pass of page faults over huge
-pages, and one plain copy into fresh huge pages.
+All in one process and one run, on the same random bytes. Backups lie in memory of the host, and in
+files of a tmpfs in the rows ``_file``. Peers: for a release and a bare resume, ``munmap`` and
+``mmap`` with the page faults of the first touch (an allocator without a pool); for a resume that
+restores, reading the same bytes from a safetensors file in the page cache into fresh memory, in
+this process or in a fresh one. Limits: the kernel taking back huge pages (``munmap``), one pass of
+page faults over huge pages, and one plain copy into fresh huge pages.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -136,14 +139,24 @@ def _reload(path: Path) -> None:
     assert len(kept) == 256
 
 
+def _reload_afresh(path: Path) -> None:
+    """What starting the engine anew costs at least."""
+    code = "import sys; from safetensors.torch import load_file; load_file(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+
+
 def _growth(pool: NativePool) -> list[float]:
-    """Bytes by which this process, asleep, grew over 200 cycles."""
+    """Bytes by which this process, asleep, grew over 200 cycles; warm after a tenth of them.
+
+    A cycle with a backup is compared with another of its kind: the backup is in this memory.
+    """
     rss = []
     for n in range(CYCLES):
         pool.release(["weights"], Retention.BACKUP if n % 2 else Retention.DISCARD)
         rss.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
         pool.resume(["weights"])
-    return [float(max(0, rss[-1] - rss[CYCLES // 10]))]
+    warm = CYCLES // 10
+    return [float(max(0, rss[-1] - rss[warm + 1], rss[-2] - rss[warm]))]
 
 
 def _row(name: str, ours: list[float], peer: list[float], limit: list[float], who: str) -> Row:
@@ -153,6 +166,39 @@ def _row(name: str, ours: list[float], peer: list[float], limit: list[float], wh
     return Row(
         name, mine, other, least, "ms/GiB", other / mine, least / mine, len(ours), spread, who
     )
+
+
+def _rows(t: dict[str, list[float]], suffix: str) -> list[Row]:
+    """Of one kind of memory, or of one kind of backup."""
+    backup = t["backup"]
+    spread = [min(backup), max(backup)]
+    kept = Row(
+        f"pool_backup{suffix}",
+        median(backup),
+        None,
+        None,
+        "ms/GiB",
+        None,
+        None,
+        len(backup),
+        spread,
+    )
+    reload = "safetensors from the page cache into fresh tensors"
+    rows = [_row(f"pool_restore{suffix}", t["restore"], t["reload"], t["copy"], reload), kept]
+    if suffix == "_file":  # nothing else is different
+        return rows
+    first = "mmap and first touch of ordinary pages"
+    return [
+        _row(
+            f"pool_release{suffix}",
+            t["release"],
+            t["munmap_4k"],
+            t["munmap_huge"],
+            "munmap of ordinary pages",
+        ),
+        _row(f"pool_resume{suffix}", t["resume"], t["touch_4k"], t["touch_huge"], first),
+        *rows,
+    ]
 
 
 def run(tell: Callable[[str], None]) -> tuple[list[Row], str]:
@@ -166,58 +212,31 @@ def run(tell: Callable[[str], None]) -> tuple[list[Row], str]:
     kinds = []
     # Files in memory: a disk would go on writing for seconds, and disturb whatever is measured next.
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="hotbunk-bench-", dir=where) as folder:
-        for driver, suffix in (("host", ""), ("shared", "_shared")):
-            pool = NativePool(driver, backup_dir=Path(folder))
+    with tempfile.TemporaryDirectory(prefix="hotbunk-bench-", dir=where) as temporary:
+        folder = Path(temporary)
+        for driver, suffix in (("host", ""), ("host", "_file"), ("shared", "_shared")):
+            pool = NativePool(driver, backup_dir=folder if suffix == "_file" else None)
             kinds.append(pool.kind)
-            t = _times(pool, NBYTES, Path(folder), tell)
-            rows += [
-                _row(
-                    f"pool_release{suffix}",
-                    t["release"],
-                    t["munmap_4k"],
-                    t["munmap_huge"],
-                    "munmap of ordinary pages",
-                ),
-                _row(
-                    f"pool_resume{suffix}",
-                    t["resume"],
-                    t["touch_4k"],
-                    t["touch_huge"],
-                    "mmap and first touch of ordinary pages",
-                ),
-                _row(
-                    f"pool_restore{suffix}",
-                    t["restore"],
-                    t["reload"],
-                    t["copy"],
-                    "safetensors from the page cache into fresh tensors",
-                ),
-            ]
-            backup = t["backup"]
-            rows.append(
-                Row(
-                    f"pool_backup{suffix}",
-                    median(backup),
-                    None,
-                    None,
-                    "ms/GiB",
-                    None,
-                    None,
-                    len(backup),
-                    [min(backup), max(backup)],
-                )
-            )
+            t = _times(pool, NBYTES, folder, tell)
+            rows += _rows(t, suffix)
             pool.close()
+            if not suffix:
+                tell("a fresh process")
+                fresh = [
+                    _timed(lambda: _reload_afresh(folder / "model.safetensors")) * GIB / NBYTES
+                    for _ in range(REPEATS)
+                ]
+                who = "a fresh process that imports torch and reads the safetensors"
+                rows.append(_row("pool_restore_process", t["restore"], fresh, t["copy"], who))
         tell(f"{CYCLES} cycles")
-        pool = NativePool("host", backup_dir=Path(folder))
+        pool = NativePool("host")
         _arena(pool, SMALL)
         grown = _growth(pool)
         pool.close()
     rows.append(Row("pool_growth", grown[0], None, None, "bytes", None, None, CYCLES, grown * 2))
     threads = min(len(os.sched_getaffinity(0)), 8)
     settings = (
-        f"{NBYTES / GIB:g} GiB, {' and '.join(kinds)} memory, backups in files of "
+        f"{NBYTES / GIB:g} GiB, {' and '.join(dict.fromkeys(kinds))} memory, `_file` backups in "
         f"{where or 'the temporary folder'}, up to {threads} "
         f"threads of ours and {torch.get_num_threads()} of torch; limits: munmap, page faults and "
         "one plain copy into fresh memory, each over huge pages, by one thread"

@@ -4,11 +4,17 @@ Buffers, rotary caches and tensors kept as plain attributes (in lists, tuples an
 state that no sync brings back, so they are laid beside the parameters, as regions that survive
 every release. Tensor objects keep their identity, and whatever shared storage before (ties, views)
 shares it afterwards.
+
+A module that was built under :func:`parameters_on_meta` gets its first memory here, as zeros: its
+weights then exist once, in the arena.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -65,6 +71,39 @@ def tensor_over(
     return torch.as_tensor(_DeviceBytes(arena, region), device=pool.device).view(dtype)
 
 
+_building = threading.Lock()  # of nn.Module's method that is replaced meanwhile
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that this thread builds inside have parameters without memory, on ``meta``.
+
+    One parameter at a time exists while it is made. Buffers and plain attributes are made as ever:
+    nobody could compute them afterwards, which is why ``torch.device("meta")`` will not do. Ties
+    that a module makes between its parameters hold.
+    """
+    me = threading.get_ident()
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and threading.get_ident() == me and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        original(self, name, param)
+
+    with _building:
+        original = nn.Module.register_parameter
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _storage_key(tensor: torch.Tensor) -> Hashable:
+    """What tensors that share a storage have in common; on ``meta`` there are no addresses."""
+    storage = tensor.untyped_storage()
+    return ("meta", storage._cdata) if tensor.is_meta else storage.data_ptr()
+
+
 def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Every tensor a module holds: ``(name, tensor, is_parameter)``, tied ones under each name."""
     for prefix, child in module.named_modules(remove_duplicate=False):
@@ -98,30 +137,54 @@ def content_key(name: str, tensor: torch.Tensor) -> Hashable:
     return (tensor.data_ptr(), size) if size else name
 
 
+def _become(parameter: torch.Tensor, data: torch.Tensor) -> None:
+    """Let a parameter on ``meta`` be ``data``; it stays the same object.
+
+    Data cannot be set from another kind of device, but two objects can exchange what they are.
+    """
+    own = nn.Parameter(data, parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, own)  # type: ignore[no-untyped-call]
+
+
 class ModuleBinding:
     """A module whose tensors lie in one arena of ``pool``.
 
     ``parameters`` maps each name to its tensor (tied names to the same bytes), ``state`` likewise
-    everything else. Addresses never change.
+    everything else. Addresses never change. Parameters on ``meta`` become zeros; other tensors are
+    moved, from the host or the pool's device.
+
+    :raises Unsupported: a tensor that cannot be bound; nothing was changed.
     """
 
     def __init__(self, module: nn.Module, pool: MemoryPool, tag: str, group: str) -> None:
         self.parameters: dict[str, torch.Tensor] = {}
         self.state: dict[str, torch.Tensor] = {}
-        holders: dict[int, list[torch.Tensor]] = {}
-        labels: dict[int, tuple[str, bool]] = {}
+        holders: dict[Hashable, list[torch.Tensor]] = {}
+        labels: dict[Hashable, tuple[str, bool]] = {}
+        empty: list[torch.Tensor] = []
         for name, tensor, is_parameter in named_state(module):
             (self.parameters if is_parameter else self.state)[name] = tensor
-            key = tensor.untyped_storage().data_ptr()
+            key = _storage_key(tensor)
             if not tensor.untyped_storage().nbytes():
+                if tensor.is_meta and is_parameter:
+                    empty.append(tensor)
                 continue
             if is_parameter and not tensor.is_contiguous():
                 raise Unsupported("non-contiguous parameters", "module binding", name)
-            if tensor.device.type not in ("cpu", torch.device(pool.device).type):
+            if tensor.device.type not in ("cpu", "meta", torch.device(pool.device).type):
                 raise Unsupported(f"tensors on {tensor.device}", "module binding", name)
             holders.setdefault(key, []).append(tensor)
             first, content = labels.get(key, (name, False))
             labels[key] = (first, content or is_parameter)
+        for key, (name, content) in labels.items():
+            if not holders[key][0].is_meta:
+                continue
+            if not content:
+                raise Unsupported(
+                    "state on meta, which nothing brings back", "module binding", name
+                )
+            if any(weakref.getweakrefs(t) for t in holders[key]):
+                raise Unsupported("weakly held parameters on meta", "module binding", name)
         sizes = {key: held[0].untyped_storage().nbytes() for key, held in holders.items()}
         need = sum(-(-size // ALIGN) * ALIGN for size in sizes.values())
         self.arena: Arena = pool.arena(tag, need, group)
@@ -130,15 +193,23 @@ class ModuleBinding:
             survival = Survival.CONTENT if content else Survival.STATE
             region = self.arena.add(name, sizes[key], survival)
             raw = tensor_over(pool, self.arena, region)
-            old = torch.empty(0, dtype=torch.uint8, device=held[0].device)
-            old.set_(held[0].untyped_storage())
-            raw.copy_(old)
+            if not held[0].is_meta:
+                old = torch.empty(0, dtype=torch.uint8, device=held[0].device)
+                old.set_(held[0].untyped_storage())
+                raw.copy_(old)
             storage = raw.untyped_storage()
-            shapes = [(t, t.storage_offset(), t.size(), t.stride()) for t in held]
-            for tensor, offset, size, stride in shapes:
+            # A tied parameter comes once a name, and is one object.
+            tensors = {id(t): (t, t.storage_offset(), t.size(), t.stride()) for t in held}
+            for tensor, offset, size, stride in tensors.values():
                 with torch.inference_mode(tensor.is_inference()):
                     view = torch.empty(0, dtype=tensor.dtype, device=raw.device)
-                    tensor.data = view.set_(storage, offset, size, stride)
+                    view.set_(storage, offset, size, stride)
+                    if not tensor.is_meta:
+                        tensor.data = view
+                        continue
+                _become(tensor, view)
+        for tensor in empty:
+            _become(tensor, torch.empty_like(tensor, device=pool.device))
 
     def placements(self) -> dict[str, Placement]:
         """What a sync may write, by name: parameters, and buffers that have a name."""

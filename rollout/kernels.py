@@ -63,6 +63,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether torch negates or conjugates when it reads: the bytes are not the values then."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
+def materialized(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous and as they lie in memory; the tensor itself where it is so."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
 # -- fingerprints -----------------------------------------------------------------------------
 
 
@@ -76,7 +86,7 @@ def fingerprint(tensor: torch.Tensor, start: int = 0) -> int:
 
 def fingerprints(pieces: Iterable[tuple[torch.Tensor, int]]) -> list[int]:
     """The fingerprints of pieces ``(tensor, start)``, all on one device."""
-    held = [(tensor.detach().contiguous(), start) for tensor, start in pieces]
+    held = [(materialized(tensor), start) for tensor, start in pieces]
     if not held:
         return []
     found = _native_for(held[0][0].device)
@@ -107,7 +117,7 @@ class CopyPlan:
         host: list[int] = []
         on_host = native_kernels() is not None
         for target, source in self._pairs:
-            if not target.is_contiguous():
+            if not target.is_contiguous() or _is_lazy(target):
                 raise KernelFailed("a target is not contiguous", Code.BAD_ARGUMENT)
             size = source.nbytes
             if target.dtype is source.dtype and target.nbytes == size:
@@ -116,7 +126,7 @@ class CopyPlan:
                 entry = (source.data_ptr(), target.data_ptr(), size, 0)
             else:
                 entry = _cast_entry(target, source)
-            if entry is None or not source.is_contiguous():
+            if entry is None or not source.is_contiguous() or _is_lazy(source):
                 self._by_torch.append((target, source))
             elif on_host and target.is_cpu and source.is_cpu:
                 host += entry
@@ -151,7 +161,7 @@ class CopyPlan:
             kernels, run = found
             kernels.copy_many(table, run)
         for target, source in self._by_torch:
-            fallbacks.copy(target.detach().reshape(-1), source.detach().reshape(-1))
+            fallbacks.copy(target.detach().reshape(-1), materialized(source).reshape(-1))
 
 
 def _cast_entry(target: torch.Tensor, source: torch.Tensor) -> tuple[int, int, int, int] | None:
@@ -170,6 +180,56 @@ def _cast_entry(target: torch.Tensor, source: torch.Tensor) -> tuple[int, int, i
 def copy_many(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy each ``(target, source)``, once; see :class:`CopyPlan`."""
     CopyPlan(pairs).run()
+
+
+class PieceCopies:
+    """Pieces of tensors on their way into one buffer: collected, then copied in one call.
+
+    As :func:`copy_many` of views, without making the views: on the host a small tensor is copied
+    faster than two views of it are made.
+
+    :param buffer: flat uint8 tensor.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._address = buffer.data_ptr()
+        self._kernels = native_kernels() if buffer.is_cpu else None
+        self._table = array("q")
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._held: list[torch.Tensor] = []
+
+    def add(self, source: torch.Tensor, dtype: torch.dtype, entry: tuple[int, int, int]) -> None:
+        """A piece ``entry``: byte ``start`` of the tensor as ``dtype``, bytes, byte of the buffer."""
+        start, nbytes, offset = entry
+        if (
+            self._kernels is not None
+            and source.dtype is dtype
+            and source.is_cpu
+            and source.is_contiguous()
+            and not _is_lazy(source)
+        ):
+            if nbytes:
+                self._table.extend((source.data_ptr() + start, self._address + offset, nbytes, 0))
+                self._held.append(source)
+            return
+        first, last = start // dtype.itemsize, (start + nbytes) // dtype.itemsize
+        piece = self._buffer[offset : offset + nbytes].view(dtype)
+        self._pairs.append((piece, materialized(source).reshape(-1)[first:last]))
+
+    def run(self) -> None:
+        """Copy, and let go of the tensors. :raises KernelFailed: a source lies in the buffer."""
+        if self._table and self._kernels is not None:
+            self._kernels.copy_many(self._table)
+        if self._pairs:
+            copy_many(self._pairs)
+        self._table, self._pairs, self._held = array("q"), [], []
+
+    def fingerprints(self, pieces: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Of pieces of the buffer as they were added: start, bytes, byte of the buffer."""
+        if self._kernels is not None and pieces:
+            return self._kernels.fingerprints([(self._address + o, n, s) for s, n, o in pieces])
+        return fingerprints([(self._buffer[o : o + n], s) for s, n, o in pieces])
 
 
 # -- KV ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import ctypes
 import tempfile
 import threading
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,20 @@ def resident_bytes(ranges: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     return found
 
 
+def _bytes(count: int) -> int:
+    """A count or offset for the library. :raises MemoryFault: one that C would take for another."""
+    if not 0 <= count < 1 << 63:
+        raise MemoryFault(f"{count} is no number of bytes")
+    return count
+
+
+def _name(text: str) -> bytes:
+    """A name for the library. :raises MemoryFault: one that C would cut off."""
+    if "\0" in text:
+        raise MemoryFault(f"{text!r} is no name: it holds a NUL")
+    return text.encode()
+
+
 class NativeArena(Arena):
     """An arena of a :class:`NativePool`."""
 
@@ -118,8 +132,8 @@ class NativeArena(Arena):
         code = self._pool.lib.hb_arena_add(
             self._pool.number,
             self.number,
-            name.encode(),
-            nbytes,
+            _name(name),
+            _bytes(nbytes),
             _POLICY[survival],
             offset,
             outcome,
@@ -161,7 +175,12 @@ class NativeArena(Arena):
         return whole if region is None else whole[region.offset : region.offset + region.nbytes]
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """A copy of bytes, wherever the memory is. :raises MemoryFault: it is released."""
+        """A copy of bytes, wherever the memory is.
+
+        :raises MemoryFault: it is released, or there are not so many.
+        """
+        if _bytes(offset) + _bytes(nbytes) > self.size:
+            raise MemoryFault(f"bytes beyond the end of arena {self.tag}/{self.group}")
         data, outcome = ctypes.create_string_buffer(nbytes), Outcome()
         where = (self._pool.number, self.number, offset)
         self._pool.check(self._pool.lib.hb_arena_read(*where, data, nbytes, outcome), outcome)
@@ -170,7 +189,7 @@ class NativeArena(Arena):
     def write(self, offset: int, data: bytes) -> None:
         """Copy bytes in. :raises MemoryFault: it is released, or they do not fit."""
         outcome = Outcome()
-        where = (self._pool.number, self.number, offset)
+        where = (self._pool.number, self.number, _bytes(offset))
         self._pool.check(self._pool.lib.hb_arena_write(*where, data, len(data), outcome), outcome)
 
     def forget(self) -> None:
@@ -192,6 +211,8 @@ class NativePool(MemoryPool):
         without accelerators a backup in memory would save nothing.
     :param library: what is opened as the CUDA or ACL driver.
     :param wait: seconds a release waits for the device to count memory as free.
+    :param after_release: called once after each release that gave memory back: what else holds
+        memory of the device (torch's cache) gives it back there.
     :raises NativeUnavailable: hotbunk was installed pure.
     :raises Unsupported: the driver cannot be used on this machine; says why.
     :raises ConfigError: there is no such driver.
@@ -204,7 +225,9 @@ class NativePool(MemoryPool):
         backup_dir: Path | None = None,
         library: Path | None = None,
         wait: float = 2.0,
+        after_release: Callable[[], None] | None = None,
     ) -> None:
+        self._after_release = after_release
         self.lib = native.load().lib
         self.driver = driver
         options = Options(
@@ -226,6 +249,7 @@ class NativePool(MemoryPool):
         self._lock = threading.Lock()  # of the table: buckets come and go while others count
         facts = self.facts()
         self.kind = facts.kind.decode()
+        self._total = int(facts.total)
         self.addressable = bool(facts.addressable)
         self.measured_by = "process" if facts.per_process else "device"
         name, _, index = driver.partition(":")
@@ -239,13 +263,8 @@ class NativePool(MemoryPool):
 
     def arena(self, tag: str, nbytes: int, group: str = "", *, persistent: int = 0) -> NativeArena:
         number, outcome = ctypes.c_uint64(), Outcome()
-        names = (tag.encode(), group.encode())
-        if not 0 <= nbytes + persistent < 1 << 63:
-            raise MemoryFault(f"an arena of {nbytes} bytes is too large")
-        self.check(
-            self.lib.hb_arena_open(self.number, *names, nbytes, persistent, number, outcome),
-            outcome,
-        )
+        names, sizes = (_name(tag), _name(group)), (_bytes(nbytes), _bytes(persistent))
+        self.check(self.lib.hb_arena_open(self.number, *names, *sizes, number, outcome), outcome)
         info = ArenaInfo()
         self.lib.hb_arena_look(self.number, number, info)
         arena = NativeArena(self, number.value, info, tag, group)
@@ -273,16 +292,35 @@ class NativePool(MemoryPool):
         choices = []
         for tag in checked(tags):
             for group, kept in groups.items():
-                choices.append(Choice(tag.encode(), group.encode(), _RETAIN[kept]))
-            choices.append(Choice(tag.encode(), None, _RETAIN[rest]))
+                choices.append(Choice(_name(tag), _name(group), _RETAIN[kept]))
+            choices.append(Choice(_name(tag), None, _RETAIN[rest]))
         outcome = Outcome()
         array = (Choice * len(choices))(*choices)
         code = self.lib.hb_pool_release(self.number, array, len(choices), outcome)
+        gave = bool(outcome.expected) and code in (Code.OK, Code.INCOMPLETE)
+        if gave and self._after_release:
+            self._after_release()
         self.check(code, outcome)
-        return msgspec.structs.replace(self.memory(), freed=outcome.freed)
+        report = self.memory()
+        measured = outcome.free if gave and not self._after_release else None
+        outside = max(self._in_use(measured) - report.resident(), 0)
+        return msgspec.structs.replace(report, freed=outcome.freed, outside=outside)
+
+    def _in_use(self, free: int | None) -> int:
+        """Bytes in use: by this process where its own pages are counted, else of the device.
+
+        ``free``: what was measured as free of it just now. 0 where the driver will not say: a
+        release that is done must not fail over its report.
+        """
+        if self.measured_by == "process":
+            return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * PAGE
+        try:
+            return self._total - (self.facts().free if free is None else free)
+        except MemoryFault:
+            return 0
 
     def resume(self, tags: Collection[str]) -> MemoryReport:
-        names = [tag.encode() for tag in checked(tags)]
+        names = [_name(tag) for tag in checked(tags)]
         outcome = Outcome()
         array = (ctypes.c_char_p * len(names))(*names)
         code = self.lib.hb_pool_resume(self.number, array, len(names), outcome)

@@ -450,6 +450,7 @@ class Replica:
                 return await anext(stream)
         except errors.HotbunkError as error:
             if isinstance(error, errors.ReplicaLost):
+                entry.waited()  # this wait has ended; letting everybody go must not move it
                 self._lose(error.what)
             if entry.gone:  # who was slow to read is told what the others were told
                 return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 
+from hotbunk.rollout.errors import ReleaseIncomplete
 from hotbunk.rollout.vocabulary import PauseMode, Version
 
 
@@ -34,6 +35,35 @@ class MemoryReport(msgspec.Struct, frozen=True):
     kept_requests: int = 0  # frozen requests whose KV was saved
     measured_by: str = "process"
     seconds: float = 0.0
+    outside: int = 0  # after a release: in use on the device, or by this process, by no arena
+
+    def residual(self, tags: Collection[str] | None = None) -> dict[str, int]:
+        """Who still holds memory after a release of ``tags`` (None: all), most first (bytes).
+
+        Owners are ``tag/group``, and ``outside`` for what no arena holds: torch's cache, code,
+        other processes where the device counts as a whole.
+        """
+        held = {
+            f"{a.tag}/{a.group}".rstrip("/"): a.resident
+            for a in self.arenas
+            if a.resident and (tags is None or a.tag in tags)
+        }
+        if self.outside:
+            held["outside"] = self.outside
+        return dict(sorted(held.items(), key=lambda one: -one[1]))
+
+    def require_residual(self, limit: int, tags: Collection[str] | None = None) -> None:
+        """Be strict about what a release left.
+
+        :raises ReleaseIncomplete: more than ``limit`` bytes are still held; it names the owners.
+        """
+        held = self.residual(tags)
+        total = sum(held.values())
+        if total > limit:
+            owners = ", ".join(f"{name} {nbytes}" for name, nbytes in held.items())
+            raise ReleaseIncomplete(
+                self.freed + total - limit, self.freed, where=f"{total} bytes still held: {owners}"
+            )
 
     def resident(self, tag: str | None = None) -> int:
         """Resident bytes of one tag, or of all."""

@@ -1,4 +1,5 @@
-"""What gpu_check.sh runs: every CUDA kernel against exact references, then times, in one table.
+"""What gpu_check.sh runs: every CUDA kernel against exact references, the pool and the reference
+engine (gpu_check_pool.py), and times, in one table.
 
 References are torch operations on the host (the fallbacks, which the unit tests hold to the
 definitions). Times are medians over CUDA events around whole calls, launch and waiting included.
@@ -6,16 +7,16 @@ definitions). Times are medians over CUDA events around whole calls, launch and 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import random
 import statistics
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 
 import torch
+from gpu_check_pool import CHECKS
 
 from hotbunk.rollout import fallbacks, kernels, native
 from hotbunk.rollout.errors import HotbunkError, KernelFailed
@@ -31,7 +32,15 @@ def check(name: str, call: Callable[[], str]) -> None:
     began = time.perf_counter()
     try:
         detail, result = call(), "ok"
-    except (AssertionError, HotbunkError, RuntimeError) as error:
+    except ModuleNotFoundError as error:  # of this machine's Python; nothing is downloaded
+        detail, result = f"{error.name} is not installed", "skipped"
+    except (
+        AssertionError,
+        HotbunkError,
+        RuntimeError,
+        OSError,
+        subprocess.SubprocessError,
+    ) as error:
         traceback.print_exc()
         detail, result = f"{type(error).__name__}: {error}".splitlines()[0], "FAILED"
     rows.append((name, result, f"{detail} ({time.perf_counter() - began:.1f} s)"))
@@ -240,12 +249,8 @@ def main() -> int:
             check(one.__name__.replace("_", " "), one)
         for one in (time_copy_small, time_copy_cast, time_fingerprint, time_kv):
             check(one.__name__.replace("_", " "), one)
-    # The pool's checks, where this checkout has the pool: (name, call) pairs.
-    if importlib.util.find_spec("gpu_check_pool") is not None:
-        for title, call in importlib.import_module("gpu_check_pool").CHECKS:
-            check(title, call)
-    else:
-        rows.append(("pool", "skipped", "scripts/gpu_check_pool.py is not here"))
+    for title, call in CHECKS:
+        check(title, call)
     width = max(len(r[0]) for r in rows)
     print(f"\n{name}: {time.perf_counter() - began:.0f} s")
     for title, result, detail in rows:

@@ -52,7 +52,7 @@ typedef struct hb_outcome {
   int32_t code;         // as returned
   int32_t driver_code;  // errno, CUresult or aclError behind it; 0 if none
   uint64_t needed;      // HB_E_NOMEM, HB_E_HOST_NOMEM, HB_E_FULL
-  uint64_t free;
+  uint64_t free;      // likewise; release, on devices: bytes that are free now
   uint64_t expected;  // release: what should come back
   uint64_t freed;     // release: what came back, as the OS or the driver says
   uint64_t mapped;    // resume: what was brought back

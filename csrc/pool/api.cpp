@@ -1,6 +1,7 @@
 // The C ABI: numbers to objects, errors to codes, and no exception across.
 #include <sys/mman.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -50,7 +51,7 @@ int32_t tell(const Status &status, hb_outcome *outcome, Pool *pool) {
   out->code = status.code;
   out->driver_code = status.driver_code;
   out->needed = status.needed;
-  out->free = status.free;
+  if (status.failed()) out->free = status.free;  // else a release has said it
   snprintf(out->text, sizeof out->text, "%s", status.text.c_str());
   if (status.failed() && pool) pool->remember(*out);
   return status.code;
@@ -79,9 +80,12 @@ Status open_driver(const hb_pool_options &options, Opened *opened) {
   std::string kind = name.substr(0, name.find(':'));
   std::string rest = kind.size() < name.size() ? name.substr(kind.size() + 1) : "";
   char *end = nullptr;
+  errno = 0;
   unsigned long long number = strtoull(rest.c_str(), &end, 10);
-  bool counted = !rest.empty() && *end == 0 && rest[0] >= '0' && rest[0] <= '9';
-  opened->store = file_store(options.backup_dir ? options.backup_dir : "");
+  bool counted = !rest.empty() && *end == 0 && rest[0] >= '0' && rest[0] <= '9' && !errno;
+  if (kind != "fake" && number > INT32_MAX) counted = false;  // of devices, and passed on as int
+  bool files = options.backup_dir && *options.backup_dir;
+  opened->store = files ? file_store(options.backup_dir) : memory_store();
   if (kind == "host" && rest.empty()) {
     opened->driver = host_driver();
     return {};
@@ -267,15 +271,7 @@ int32_t hb_pool_resume(hb_pool pool, const char *const *tags, uint64_t count,
 }
 
 int64_t hb_resident(uint64_t address, uint64_t nbytes) {
-  try {
-    std::vector<unsigned char> flags(nbytes / hb::page_size());
-    if (mincore(hb::pointer(address), nbytes, flags.data())) return -1;
-    int64_t count = 0;
-    for (unsigned char flag : flags) count += flag & 1;
-    return count * static_cast<int64_t>(hb::page_size());
-  } catch (const std::exception &) {
-    return -1;
-  }
+  return hb::resident_bytes(address, nbytes);
 }
 
 int32_t hb_pool_check(hb_pool pool, hb_outcome *outcome) {

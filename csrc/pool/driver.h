@@ -103,8 +103,8 @@ class Store {
   virtual void close(uint64_t handle) = 0;
 };
 
-// In nameless files of a directory, or, where it is empty, in memory of the host.
-std::unique_ptr<Store> file_store(std::string directory);
+std::unique_ptr<Store> file_store(std::string directory);  // in nameless files there
+std::unique_ptr<Store> memory_store();                      // in memory of the host
 
 struct Opened {
   std::unique_ptr<Driver> driver;

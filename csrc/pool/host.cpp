@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <cstring>
-#include <vector>
 
 #include "driver.h"
 #include "parallel.h"
@@ -16,21 +15,16 @@
 #ifndef MREMAP_DONTUNMAP
 #define MREMAP_DONTUNMAP 4
 #endif
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
 
 namespace hb {
 namespace {
-
-// Smaller arenas would round up to huge pages what they really use.
-constexpr uint64_t kHugeFrom = uint64_t{32} << 20;
 
 class HostDriver : public Driver {
  public:
   HostDriver() {
     granularity = page_size();
     kind = "anonymous";
+    huge_ = huge_pages();
   }
 
   Status reserve(uint64_t size, uint64_t *address) override {
@@ -47,7 +41,7 @@ class HostDriver : public Driver {
     void *memory = spare(size);
     if (memory == MAP_FAILED) return short_of(size, free, errno);
     int error = mprotect(memory, size, PROT_READ | PROT_WRITE) ? errno : 0;
-    if (!error && size >= kHugeFrom) madvise(memory, size, MADV_HUGEPAGE);  // a hint: may be absent
+    if (!error && huge(size)) madvise(memory, size, MADV_HUGEPAGE);  // a hint: may be absent
     if (!error) error = populate(memory, size);
     if (error) {
       munmap(memory, size);
@@ -58,8 +52,9 @@ class HostDriver : public Driver {
   }
 
   Status destroy(uint64_t size, uint64_t handle) override {
-    // Freeing pages is the work, and madvise lets several threads do it; munmap does not.
-    in_chunks(size, [=](uint64_t at, uint64_t n) {
+    // Freeing pages is the work, and madvise lets several threads do it; munmap does not. For huge
+    // pages there is too little of it.
+    if (!huge(size)) in_chunks(size, [=](uint64_t at, uint64_t n) {
       madvise(pointer(handle + at), n, MADV_DONTNEED);
       return 0;
     });
@@ -121,12 +116,8 @@ class HostDriver : public Driver {
 
   // From the page tables: cheap enough for every verb, where smaps walks the whole process.
   uint64_t resident(uint64_t address, uint64_t size, uint64_t handle) override {
-    uint64_t pages = size / page_size(), count = 0;
-    std::vector<unsigned char> flags(pages);
-    uint64_t at = handle ? handle : address;
-    if (mincore(pointer(at), size, flags.data())) return 0;
-    for (unsigned char flag : flags) count += flag & 1;
-    return count * page_size();
+    int64_t found = scan_resident(handle ? handle : address, size);
+    return found < 0 ? 0 : static_cast<uint64_t>(found);
   }
 
  private:
@@ -152,16 +143,6 @@ class HostDriver : public Driver {
     return map_nothing(pointer(address), size, MAP_FIXED) != MAP_FAILED;
   }
 
-  static int populate(void *memory, uint64_t size) {
-    return in_chunks(size, [=](uint64_t at, uint64_t n) {
-      char *start = static_cast<char *>(memory) + at;
-      if (!madvise(start, n, MADV_POPULATE_WRITE)) return 0;
-      if (errno != EINVAL) return errno;
-      memset(start, 0, n);  // Linux before 5.14
-      return 0;
-    });
-  }
-
   static Status short_of(uint64_t size, uint64_t free, int error) {
     Status made = Status::no_memory(HB_E_NOMEM, size, free,
                                     std::to_string(size) + " bytes of host memory: " +
@@ -170,7 +151,10 @@ class HostDriver : public Driver {
     return made;
   }
 
+  bool huge(uint64_t size) const { return huge_ && size >= kHugeFrom; }
+
   Ranges ranges_;
+  bool huge_ = false;
 };
 
 }  // namespace

@@ -26,6 +26,21 @@ inline void *map_nothing(void *at, uint64_t size, int flags = 0) {
   return mmap(at, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | flags, -1, 0);
 }
 
+// Smaller arenas would round up to huge pages what they really use.
+constexpr uint64_t kHugeFrom = uint64_t{32} << 20;
+
+// Whether the kernel gives huge pages to private memory that asks for them.
+bool huge_pages();
+
+// Have every page there. 0, or errno.
+int populate(void *memory, uint64_t size);
+
+// Bytes of a page-aligned range that the page tables hold. -1: not mapped.
+int64_t resident_bytes(uint64_t address, uint64_t nbytes);
+
+// The same of a mapped range, in no time where nothing or only huge pages are there (Linux 6.7).
+int64_t scan_resident(uint64_t address, uint64_t nbytes);
+
 class Ranges {
  public:
   // `extra` travels with the range (a file descriptor, say).

@@ -1,6 +1,5 @@
 // Backups in files without a name: a killed process leaves nothing behind.
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -49,8 +48,6 @@ class FileStore : public Store {
   Status open(uint64_t size, uint64_t *handle) override {
     uint64_t free = free_bytes();
     if (size > INT64_MAX) return refuse(size, free, "no file is that large");
-    // A file in memory must not be tried out: the kernel would rather kill somebody than refuse.
-    if (directory_.empty() && size > free) return refuse(size, free, "the host's memory is short");
     int file = make();
     if (file < 0) return refuse(size, free, strerror(errno));
     int error = 0;
@@ -111,7 +108,6 @@ class FileStore : public Store {
   static int fd(uint64_t handle) { return static_cast<int>(handle - 1); }
 
   int make() const {
-    if (directory_.empty()) return memfd_create("hotbunk-backup", MFD_CLOEXEC);
     int file = ::open(directory_.c_str(), O_TMPFILE | O_RDWR | O_EXCL | O_CLOEXEC, 0600);
     if (file >= 0 || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL)) return file;
     std::string name = directory_ + "/hotbunk-XXXXXX";
@@ -121,19 +117,14 @@ class FileStore : public Store {
   }
 
   uint64_t free_bytes() const {
-    uint64_t free = 0, total = 0;
     struct statvfs found;
-    if (directory_.empty())
-      host_memory(&free, &total);
-    else if (!statvfs(directory_.c_str(), &found))
-      free = static_cast<uint64_t>(found.f_bavail) * found.f_frsize;
-    return free;
+    if (statvfs(directory_.c_str(), &found)) return 0;
+    return static_cast<uint64_t>(found.f_bavail) * found.f_frsize;
   }
 
   Status refuse(uint64_t size, uint64_t free, const std::string &why) const {
-    std::string where = directory_.empty() ? std::string("memory of the host") : directory_;
     return Status::no_memory(HB_E_HOST_NOMEM, size, free,
-                             "a backup of " + std::to_string(size) + " bytes in " + where +
+                             "a backup of " + std::to_string(size) + " bytes in " + directory_ +
                                  " (free: " + std::to_string(free) + "): " + why);
   }
 

@@ -227,6 +227,7 @@ Status Pool::measured(uint64_t before, uint64_t expected, const std::vector<Held
     uint64_t freed = process ? (before > now ? before - now : 0) : (now > before ? now - before : 0);
     outcome->expected = expected;
     outcome->freed = status.failed() ? 0 : freed;
+    if (!process) outcome->free = now;
     double missing = static_cast<double>(expected) - static_cast<double>(outcome->freed);
     if (!status.failed() && missing <= kResidual * static_cast<double>(expected)) return {};
     // A device may count memory as free some time after it took it back.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 from pathlib import Path
@@ -85,7 +86,9 @@ def test_doctor_lists_findings() -> None:
     assert all(f.keys() == {"kind", "name", "usable", "why", "remedy"} for f in found)
     by_name = {(f["kind"], f["name"]): f for f in found}
     assert by_name["version", "python"]["usable"]
-    assert by_name["driver", "host"]["usable"]
+    assert by_name["driver", "host"]["usable"] is native.available()
+    assert by_name["driver", "shared"]["why"]
+    assert by_name["setting", "expandable segments"]["usable"]
     assert by_name["backend", "oracle"]["usable"]
     assert by_name["transport", "naive"]["usable"]
     assert {"cuda", "acl"} <= {name for kind, name in by_name if kind == "driver"}
@@ -112,3 +115,23 @@ def test_doctor_in_a_pure_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not found["native", "library"].usable
     assert "HOTBUNK_PURE" in found["native", "library"].remedy
     assert not found["native", "kernels"].usable
+    assert not found["driver", "host"].usable
+    assert "HOTBUNK_PURE" in found["driver", "host"].remedy
+
+
+def test_doctor_asks_the_cuda_driver_whether_there_is_a_device(
+    fake_cuda: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOTBUNK_CUDA_LIBRARY", str(fake_cuda))
+    lib = ctypes.CDLL(str(fake_cuda))
+    lib.fake_cuda_fail.argtypes = (ctypes.c_char_p, ctypes.c_uint64, ctypes.c_int)
+
+    def cuda() -> doctor.Finding:
+        return {(f.kind, f.name): f for f in doctor.findings()}["driver", "cuda"]
+
+    assert cuda().usable
+    lib.fake_cuda_fail(b"cuDeviceGet", 1, 100)
+    found = cuda()
+    assert not found.usable
+    assert "cuDeviceGet says 100" in found.why
+    assert cuda().usable

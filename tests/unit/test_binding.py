@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from hotbunk.rollout.binding import ModuleBinding, dtype_from, dtype_name
+from hotbunk.rollout import native
+from hotbunk.rollout.binding import ModuleBinding, dtype_from, dtype_name, parameters_on_meta
 from hotbunk.rollout.contract import Retention
 from hotbunk.rollout.errors import Unsupported
 from hotbunk.rollout.kernels import fingerprint
 from hotbunk.rollout.memory import HostPool
+
+if not native.available():
+    pytest.skip("installed without the native library", allow_module_level=True)
 
 
 class Rotary(nn.Module):
@@ -224,8 +229,8 @@ def test_placements_say_where_and_what(pool: HostPool) -> None:
 
 @pytest.mark.parametrize(
     "parameter",
-    [torch.randn(4, 6).t(), torch.randn(1, 3).expand(4, 3), torch.empty(2, 2, device="meta")],
-    ids=["transposed", "expanded", "meta"],
+    [torch.randn(4, 6).t(), torch.randn(1, 3).expand(4, 3)],
+    ids=["transposed", "expanded"],
 )
 def test_parameters_that_cannot_be_bound_are_refused_and_nothing_changes(
     pool: HostPool, parameter: torch.Tensor
@@ -247,6 +252,82 @@ def test_modules_that_keep_lists_of_their_parameters_stay_whole(pool: HostPool) 
     pool.release(["weights"], Retention.BACKUP)
     pool.resume(["weights"])
     assert torch.equal(model(x)[0], expected)
+
+
+# -- built on meta ------------------------------------------------------------------------------
+
+
+def test_a_module_built_on_meta_first_exists_in_the_arena(pool: HostPool) -> None:
+    """Parameters are zeros of the arena, buffers and attributes are there, ties and objects hold."""
+    with parameters_on_meta():
+        model = Model.__new__(Model)
+        nn.Module.__init__(model)
+        model.embed = nn.Embedding(6, 4)
+        model.head = nn.Linear(4, 6, bias=True)
+        model.head.weight = model.embed.weight
+        model.rotary = Rotary()
+        model.scalar = nn.Parameter(torch.tensor(2.5), requires_grad=False)
+        model.empty = nn.Parameter(torch.empty(0, 3))
+        model.rows = model.head.weight[:2].detach()
+    assert all(p.is_meta for p in model.parameters())
+    state = {n: t.clone() for n, t in model.rotary.named_buffers()}
+    objects = {n: id(p) for n, p in model.named_parameters()}
+    binding = ModuleBinding(model, pool, "weights", "target")
+    low, high = binding.arena.address, binding.arena.address + binding.arena.size
+    for name, parameter in model.named_parameters():
+        assert id(parameter) == objects[name]
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.device.type == "cpu"
+        assert not parameter.any()
+        assert not parameter.numel() or low <= parameter.data_ptr() < high
+    assert not model.scalar.requires_grad
+    assert model.embed.weight.requires_grad
+    assert model.head.weight is model.embed.weight
+    for name, tensor in model.rotary.named_buffers():
+        assert torch.equal(tensor, state[name])
+    with torch.no_grad():
+        binding.tensor("embed.weight").copy_(torch.arange(24.0).view(6, 4))
+    assert torch.equal(model.rows, torch.arange(8.0).view(2, 4))
+    assert torch.equal(model.head.weight, torch.arange(24.0).view(6, 4))
+
+
+def test_building_on_meta_never_holds_more_than_one_parameter() -> None:
+    held: list[int] = []
+
+    class Counting(nn.Linear):
+        def reset_parameters(self) -> None:
+            held.append(sum(p.numel() for p in self.parameters() if not p.is_meta))
+
+    with parameters_on_meta():
+        model = nn.Sequential(*(Counting(8, 8) for _ in range(4)))
+    assert held == [0] * 4
+    assert all(p.is_meta for p in model.parameters())
+    assert not nn.Linear(2, 2).weight.is_meta, "outside of it nothing is different"
+
+
+def test_only_the_thread_that_asked_builds_on_meta() -> None:
+    with parameters_on_meta():
+        other: list[nn.Module] = []
+        thread = threading.Thread(target=lambda: other.append(nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+        assert nn.Linear(2, 2).weight.is_meta
+    assert not other[0].weight.is_meta
+    with pytest.raises(RuntimeError, match="in the middle"), parameters_on_meta():
+        raise RuntimeError("in the middle")
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_meta_tensors_that_nothing_would_bring_back_are_refused(pool: HostPool) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("lost", torch.empty(3, device="meta"))
+    with pytest.raises(Unsupported, match="lost"):
+        ModuleBinding(model, pool, "weights", "target")
+    with parameters_on_meta():
+        lstm = nn.LSTM(3, 4)  # holds its parameters weakly, too
+    with pytest.raises(Unsupported, match="weakly held"):
+        ModuleBinding(lstm, pool, "weights", "target")
+    assert pool.memory().arenas == ()
 
 
 def test_names_of_element_types_go_both_ways() -> None:

@@ -12,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotbunk.checkpoint_engine import bucket
 from hotbunk.checkpoint_engine.bucket import (
     ALIGN,
     SMALLEST,
     Packer,
     bucket_size,
     check_bucket_bytes,
+    pack_plan,
 )
 from hotbunk.checkpoint_engine.source import specs_of
 from hotbunk.rollout.binding import dtype_from, dtype_name
@@ -31,7 +33,7 @@ from hotbunk.rollout.contract import (
 )
 from hotbunk.rollout.errors import ConfigError, ShapeMismatch, TransferFailed
 from hotbunk.rollout.intake import Intake
-from hotbunk.rollout.kernels import as_bytes, fingerprint
+from hotbunk.rollout.kernels import as_bytes, fingerprint, materialized
 
 DTYPES = [
     torch.float32,
@@ -162,12 +164,47 @@ def test_views_of_any_stride_b5() -> None:
         "flipped": whole.flip(0),
         "permuted": random((2, 3, 4, 5)).permute(3, 1, 0, 2),
         "channels last": random((2, 3, 4, 5)).to(memory_format=torch.channels_last),
-        "conjugated": random((5,), torch.complex128).conj(),
+        "conjugated": torch.randn(50, dtype=torch.complex128).conj(),
+        "negated": torch._neg_view(random((40, 3))),
+        "imaginary part": torch.randn(1, dtype=torch.complex64).conj().imag,
     }
     for size in (64, 130, 4096):
         arrived, _, _ = run(named, size)
         for name, tensor in named.items():
             assert torch.equal(arrived[name], tensor.contiguous().resolve_conj()), name
+
+
+def test_a_strided_tensor_is_laid_out_once_however_many_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        made.append(tensor.numel())
+        return materialized(tensor)
+
+    monkeypatch.setattr(bucket, "materialized", counted)
+    whole = random((100, 90)).t()
+    arrived, _, sizes = run({"whole": whole}, 1000)
+    assert same(arrived["whole"], whole.contiguous())
+    assert (len(sizes), made) == (36, [9000])
+
+
+def test_the_plan_is_made_once_for_all_syncs_and_addresses_may_change() -> None:
+    pack_plan.cache_clear()
+    shapes = [(3,), (1000,), (0,), (7, 5)]
+    for _ in range(3):
+        named = {str(n): random(shape) for n, shape in enumerate(shapes)}
+        arrived, _, _ = run(named, 512)
+        assert all(same(arrived[n], t) for n, t in named.items())
+    assert (pack_plan.cache_info().misses, pack_plan.cache_info().hits) == (1, 2)
+
+
+def test_an_empty_tensor_behind_a_bucket_of_odd_size_is_not_lost() -> None:
+    named = {"x": random((70,), torch.int8), "e": torch.empty(0), "y": random((3,), torch.int8)}
+    arrived, _, sizes = run(named, 70)
+    assert all(same(arrived[n], t) for n, t in named.items())
+    assert len(sizes) == 2
 
 
 @pytest.mark.parametrize("size", [64, 65, 100, 127, 1001, 4099])
@@ -254,6 +291,8 @@ def test_sources_that_yield_something_else_than_they_said_are_typed_errors() -> 
         packed(specs, iter([*named.values(), random((1,))]))
     with pytest.raises(ShapeMismatch, match="'b'"):
         packed(specs, iter([named["a"], random((3,))]))
+    with pytest.raises(ShapeMismatch, match="float32 in the offer"):
+        packed(specs, iter([named["a"], random((2,), torch.int8)]))
 
 
 # -- live bytes -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotbunk.rollout import fallbacks
+from hotbunk.rollout import fallbacks, kernels
 from hotbunk.rollout.fingerprint import BLOCK, MASK, fingerprint_bytes
 from hotbunk.rollout.kernels import as_bytes, fingerprint
 
@@ -121,3 +121,21 @@ def test_two_swapped_words_show_wherever_they_lie() -> None:
         swapped = data.clone()
         swapped[a], swapped[b] = data[b], data[a]
         assert fingerprint(swapped) != before
+
+
+def test_tensors_that_torch_negates_or_conjugates_when_it_reads_them() -> None:
+    """Their bytes are not their values: copies and fingerprints go by the values."""
+    for tensor in (
+        torch.randn(33, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.randn(33)),
+        torch._neg_view(torch.randn(33).to(torch.bfloat16)),
+        torch.randn(1, dtype=torch.complex128).conj().imag,
+    ):
+        plain = tensor.clone().resolve_conj().resolve_neg()
+        target = torch.empty_like(plain)
+        kernels.copy_many([(target, tensor)])
+        assert torch.equal(target, plain)
+        assert kernels.fingerprint(tensor) == kernels.fingerprint(plain)
+    wide = torch.empty(33)
+    kernels.copy_many([(wide, torch._neg_view(torch.ones(33, dtype=torch.bfloat16)))])
+    assert wide.eq(-1).all()

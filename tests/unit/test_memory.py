@@ -12,12 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from hotbunk.rollout import native
 from hotbunk.rollout.contract import Retention
 from hotbunk.rollout.errors import (
     MemoryFault,
+    ReleaseIncomplete,
     SessionError,
 )
-from hotbunk.rollout.memory import ALIGN, PAGE, HostPool, NativeArena, Survival
+from hotbunk.rollout.memory import ALIGN, PAGE, HostPool, NativeArena, NativePool, Survival
+
+if not native.available():
+    pytest.skip("installed without the native library", allow_module_level=True)
 
 MIB = 1 << 20
 BACKUP, DISCARD, RESIDENT = Retention.BACKUP, Retention.DISCARD, Retention.RESIDENT
@@ -275,3 +280,77 @@ def test_counting_goes_on_while_arenas_come_and_go(pool: HostPool) -> None:
     stop.set()
     counter.join()
     assert not faults
+
+
+def test_a_release_names_who_still_holds_memory_m10(pool: HostPool) -> None:
+    """An engine with memory that no tag owns: it is named, and strict callers get an error."""
+    filled(pool, "weights", "target", size=8 * MIB)
+    filled(pool, "kv_cache")
+    before = pool.release(["nothing"], DISCARD).outside
+    untagged = mmap.mmap(-1, 64 * MIB)
+    untagged[:] = b"\1" * len(untagged)
+    report = pool.release(["weights"], DISCARD)
+    held = report.residual()
+    assert list(held) == ["outside", "kv_cache"], "most first"
+    assert held["kv_cache"] == 4 * MIB
+    assert 60 * MIB < held["outside"] - before < 70 * MIB
+    assert "kv_cache" not in report.residual(["weights"])
+    report.require_residual(held["outside"] + 4 * MIB)
+    with pytest.raises(ReleaseIncomplete, match=f"outside {held['outside']}, kv_cache {4 * MIB}"):
+        report.require_residual(64 * MIB)
+    untagged.close()
+    assert pool.release(["kv_cache"], DISCARD).residual().keys() == {"outside"}
+
+
+def test_persistent_memory_is_residual_by_its_owner_m10(tmp_path: Path) -> None:
+    pool = NativePool(f"fake:{16 * MIB}", backup_dir=tmp_path)
+    pool.arena("weights", 2 * MIB, "target", persistent=MIB)
+    report = pool.release(["weights"], DISCARD)
+    assert report.residual() == {"weights/target": MIB}
+    assert report.freed == 2 * MIB
+    tenant = NativePool(f"fake:{16 * MIB}", backup_dir=tmp_path)
+    assert tenant.release(["weights"], DISCARD).residual() == {}
+    tenant.close()
+    pool.resume(["weights"])
+    pool.lie(3 * MIB, after=0, looks=1 << 20)  # somebody else takes some
+    report = pool.release(["weights"], DISCARD)
+    assert report.residual() == {"outside": 3 * MIB, "weights/target": MIB}
+    pool.resume(["weights"])
+    pool.close()
+
+
+def test_a_release_that_is_done_does_not_fail_over_its_report_m10(tmp_path: Path) -> None:
+    pool = NativePool("fake", backup_dir=tmp_path, after_release=lambda: pool.fail("info", 1))
+    pool.arena("weights", MIB)
+    report = pool.release(["weights"], DISCARD)
+    assert (report.freed, report.outside) == (MIB, 0)
+    pool.close()
+
+
+def rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+def test_a_backup_in_memory_is_one_copy_and_goes_with_the_resume_m16() -> None:
+    """Asleep, host memory holds one copy; awake, none beside the arena; a discard shrinks it."""
+    pool = NativePool("host", backup_dir=None)
+    arena = pool.arena("weights", 64 * MIB)
+    arena.add("content", 48 * MIB)
+    arena.add("state", 8 * MIB, Survival.STATE)
+    arena.view()[: arena.used] = os.urandom(MIB) * 56
+    before, awake = bytes(arena.view()), rss()
+    for _ in range(5):
+        assert pool.release(["weights"], BACKUP).backup() == 56 * MIB
+        asleep = rss()
+        assert abs(awake - 64 * MIB + 56 * MIB - asleep) < 4 * MIB
+        pool.resume(["weights"])
+        assert abs(rss() - awake) < 4 * MIB
+        assert arena.view() == before
+    pool.release(["weights"], BACKUP)
+    assert pool.release(["weights"], DISCARD).backup() == 8 * MIB
+    assert asleep - rss() > 44 * MIB, "content that was forgotten is still held"
+    pool.resume(["weights"])
+    state = arena.regions["state"]
+    assert bytes(arena.view(state)) == before[state.offset : state.offset + state.nbytes]
+    assert not any(arena.view()[: 48 * MIB])
+    pool.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hotbunk.rollout import native
 from hotbunk.rollout.contract import Retention
 from hotbunk.rollout.errors import (
     HostOutOfMemory,
@@ -20,6 +21,9 @@ from hotbunk.rollout.errors import (
     ResumeOutOfMemory,
 )
 from hotbunk.rollout.memory import HostPool, NativeArena, NativePool, Survival
+
+if not native.available():
+    pytest.skip("installed without the native library", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -225,6 +229,41 @@ def test_sizes_that_cannot_be(nbytes: int) -> None:
     with pytest.raises(MemoryFault):
         pool.arena("weights", nbytes)
     assert pool.arena("weights", 0).size > 0
+    pool.close()
+
+
+def test_numbers_and_names_that_c_would_take_for_others_are_refused(tmp_path: Path) -> None:
+    """ctypes takes integers modulo 2**64, and C ends a name at a NUL."""
+    pool = HostPool(tmp_path)
+    arena = pool.arena("weights", 4096)
+    arena.add("w", 100)
+    arena.write(0, b"content")
+    for wrong in (-1, 1 << 63, 1 << 64, (1 << 64) + 4096, -(1 << 64)):
+        with pytest.raises(MemoryFault, match="no number of bytes"):
+            arena.add("x", wrong)
+        with pytest.raises(MemoryFault, match="no number of bytes"):
+            arena.read(wrong, 1)
+        with pytest.raises(MemoryFault, match="no number of bytes"):
+            arena.read(0, wrong)
+        with pytest.raises(MemoryFault, match="no number of bytes"):
+            arena.write(wrong, b"x")
+        with pytest.raises(MemoryFault, match="no number of bytes"):
+            pool.arena("kv_cache", 1, persistent=wrong)
+    with pytest.raises(MemoryFault, match="beyond the end"):
+        arena.read(0, 1 << 62)
+    for verb in (
+        lambda: arena.add("a\0b", 1),
+        lambda: pool.arena("a\0b", 1),
+        lambda: pool.arena("a", 1, "b\0"),
+        lambda: pool.release(["weights\0"], BACKUP),
+        lambda: pool.release(["weights"], {"\0": BACKUP}),
+        lambda: pool.resume(["weights\0"]),
+    ):
+        with pytest.raises(MemoryFault, match="NUL"):
+            verb()
+    assert not arena.released
+    assert arena.read(0, 7) == b"content"
+    assert list(arena.regions) == ["w"]
     pool.close()
 
 

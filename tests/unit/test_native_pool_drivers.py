@@ -21,6 +21,9 @@ from hotbunk.rollout.errors import ConfigError, MemoryFault, Unsupported
 from hotbunk.rollout.memory import HostPool, NativePool, Survival, host_pool
 from hotbunk.rollout.native_pool import Code
 
+if not native.available():
+    pytest.skip("installed without the native library", allow_module_level=True)
+
 MIB = 1 << 20
 BACKUP, DISCARD = Retention.BACKUP, Retention.DISCARD
 
@@ -55,8 +58,17 @@ def test_drivers_that_are_not_here_say_why_and_others_are_no_drivers() -> None:
     for driver in ("cuda:0", "acl:0"):
         with pytest.raises(Unsupported, match="no-such"):
             NativePool(driver, library=Path("/no-such.so"))
-    with pytest.raises(ConfigError, match="there are host"):
-        NativePool("gpu")
+    for name in (
+        "gpu",
+        "",
+        "cuda:x",
+        "cuda:-1",
+        f"cuda:{1 << 32}",
+        f"acl:{1 << 31}",
+        f"fake:{1 << 64}",
+    ):
+        with pytest.raises(ConfigError, match="there are host"):
+            NativePool(name, library=Path("/no-such.so"))
 
 
 def test_the_cuda_library_may_be_named_by_the_environment(
@@ -157,6 +169,38 @@ def test_a_sleeper_that_touches_faults_and_a_killed_one_leaves_nothing(
     out, _ = process.communicate("\n" if touch else None, timeout=30)
     assert process.returncode == (-signal.SIGSEGV if touch else -signal.SIGKILL)
     assert out == ""
+    assert os.listdir(tmp_path) == []
+    assert not {n for n in set(os.listdir("/dev/shm")) - shm if "hotbunk" in n}
+
+
+CYCLING = """
+import sys
+from pathlib import Path
+from hotbunk.rollout.contract import Retention
+from hotbunk.rollout.memory import NativePool
+pool = NativePool(sys.argv[1], backup_dir=Path(sys.argv[2]))
+pool.arena("weights", 64 << 20).add("w", 64 << 20)
+while True:
+    pool.release(["weights"], Retention.BACKUP)
+    pool.resume(["weights"])
+    print(end=".", flush=True)
+"""
+
+
+@pytest.mark.parametrize("driver", ["host", "shared", "fake"])
+def test_a_process_killed_between_two_instructions_leaves_nothing(
+    tmp_path: Path, driver: str
+) -> None:
+    shm = set(os.listdir("/dev/shm"))
+    for cycles in (1, 2, 5):
+        process = subprocess.Popen(
+            [sys.executable, "-c", CYCLING, driver, str(tmp_path)], stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        assert process.stdout.read(cycles) == b"." * cycles
+        process.kill()
+        process.communicate(timeout=30)
+        assert process.returncode == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
     assert not {n for n in set(os.listdir("/dev/shm")) - shm if "hotbunk" in n}
 

@@ -160,7 +160,7 @@ class OracleEngine(Engine):
             corrupt = await self.faults.reach("update/bucket")
             writer.write(bucket)
             if corrupt:
-                touched[0].flip_a_bit()
+                writer.flip_a_bit(bucket)
         if writer.intake.buckets == 0:
             self._begin(touched)
         applied = writer.finish()

@@ -96,6 +96,16 @@ class Writer:
                     content = self._aside[entry.index][1]
                     content[entry.start : entry.start + entry.nbytes] = piece
 
+    def flip_a_bit(self, bucket: Bucket) -> None:
+        """Corrupt something that this bucket brought, and that no later one brings again."""
+        for entry in bucket.entries:
+            group = self._groups[self._manifest.tensors[entry.index].group]
+            for parameter in self._first[entry.index]:
+                if entry.nbytes:
+                    held = group.read(parameter)[entry.start]
+                    group.write(parameter, entry.start, bytes([held ^ 1]))
+                    return
+
     def finish(self) -> int:
         """All pieces are in; the number of manifest entries applied.
 

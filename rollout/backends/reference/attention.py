@@ -83,7 +83,22 @@ class StepContext:
             pieces.append(PrefillPiece(begin, begin + chunk.count, slots, mask))
             written.append(slots[chunk.start :])
             begin += chunk.count
-        return StepContext(kv, torch.cat(written), decode_slots, decode_mask, pieces)
+        laid = StepContext(kv, torch.cat(written), decode_slots, decode_mask, pieces)
+        return laid if kv.is_cpu else laid.on(kv.device)
+
+    def on(self, device: torch.device) -> StepContext:
+        """The same plan on the device where the cache is; it is laid out on the host."""
+        pieces = [
+            PrefillPiece(p.begin, p.end, p.slots.to(device), p.mask.to(device))
+            for p in self.prefill
+        ]
+        return StepContext(
+            self.kv,
+            self.slots.to(device),
+            self.decode_slots.to(device),
+            self.decode_mask.to(device),
+            pieces,
+        )
 
 
 def paged_attention(

@@ -65,6 +65,8 @@ def _capabilities(options: ReferenceOptions) -> Capabilities:
         caches=frozenset({Cache.PREFIX}) if options.enable_prefix_caching else frozenset(),
         positional_draws=True,
     )
+    if options.device != "cpu":
+        found = dataclasses.replace(found, memory_measured_by="device")
     try:
         native.load()
     except native.NativeUnavailable as error:

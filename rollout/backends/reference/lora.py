@@ -127,7 +127,10 @@ class AdapterBank:
 
     def use(self, rows: Mapping[str, Sequence[int]]) -> None:
         """Which rows of the coming step belong to which adapter."""
-        self._rows = [(self._adapters[name], torch.tensor(at)) for name, at in rows.items()]
+        device = self._pool.device
+        self._rows = [
+            (self._adapters[name], torch.tensor(at).to(device)) for name, at in rows.items()
+        ]
 
     def _hook(self, layer: str) -> Any:
         def add(module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from hotbunk.rollout.errors import ConfigError
@@ -11,18 +13,20 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options of the reference engine, checked when it is built.
 
     ``model``: a directory with ``config.json`` and safetensors. ``load``: ``disk`` reads the
-    weights, ``empty`` only makes room for them (the first sync brings them). ``dtype``: element
-    type of weights and KV. ``kv_cache_tokens``: how many tokens of KV the pool holds, over all
-    requests. ``block_size``: tokens a KV block. ``max_num_batched_tokens``: tokens a step at most.
-    ``max_num_seqs``: requests that run at once. ``enable_prefix_caching``: whether KV
-    of one request may serve another with the same beginning. ``backup_dir``: where backups go
-    (default: the system's temporary folder). ``quantization``: ``int8`` keeps linear layers in eight
-    bits; syncs carry them as they are. ``share_weights``: memory lies in files without names, so
-    that a trainer on this host may write weights straight into them (needs the native library).
+    weights, ``empty`` only makes room for them (the first sync brings them). ``device``: ``cpu``,
+    ``cuda`` or ``cuda:N``. ``dtype``: element type of weights and KV. ``kv_cache_tokens``: how many
+    tokens of KV the pool holds, over all requests. ``block_size``: tokens a KV block.
+    ``max_num_batched_tokens``: tokens a step at most. ``max_num_seqs``: requests that run at once.
+    ``enable_prefix_caching``: whether KV of one request may serve another with the same beginning.
+    ``backup_dir``: where backups go (default: the system's temporary folder; on a GPU: memory of
+    the host). ``quantization``: ``int8`` keeps linear layers in eight bits; syncs carry them as
+    they are. ``share_weights``: memory lies in files without names, so that a trainer on this host
+    may write weights straight into them (on a CPU; needs the native library).
     """
 
     model: str
     load: str = "disk"
+    device: str = "cpu"
     dtype: str = "float32"
     kv_cache_tokens: int = 8192
     block_size: int = 16
@@ -36,6 +40,10 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.load not in ("disk", "empty"):
             raise ConfigError(f"load={self.load!r} is neither 'disk' nor 'empty'")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device={self.device!r} is not cpu, cuda or cuda:N")
+        if self.share_weights and self.device != "cpu":
+            raise ConfigError(f"share_weights needs device=cpu, not {self.device}")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r} is not float32, bfloat16 or float16")
         if self.quantization not in (None, "int8"):

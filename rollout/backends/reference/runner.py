@@ -9,12 +9,11 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hotbunk.rollout import errors, native
+from hotbunk.rollout import errors
 from hotbunk.rollout.arena import Survival
 from hotbunk.rollout.backends.reference.attention import StepContext
 from hotbunk.rollout.backends.reference.lora import AdapterBank
@@ -22,22 +21,26 @@ from hotbunk.rollout.backends.reference.options import ReferenceOptions
 from hotbunk.rollout.backends.reference.quantize import quantise_model, quantised
 from hotbunk.rollout.backends.reference.sampler import Drawn, draw
 from hotbunk.rollout.backends.reference.scheduler import Plan, Sequence
-from hotbunk.rollout.backends.reference.weights import load_model
+from hotbunk.rollout.backends.reference.weights import build_model, load_weights
 from hotbunk.rollout.binding import ModuleBinding, dtype_from, tensor_over
 from hotbunk.rollout.contract import TARGET, ArenaHandle, Tag
+from hotbunk.rollout.device_pool import device_pool
 from hotbunk.rollout.kernels import as_bytes, fingerprints, kv_gather, kv_scatter, kv_zero
-from hotbunk.rollout.memory import MemoryPool, NativeArena, NativePool, host_pool
+from hotbunk.rollout.memory import NativeArena
 
 
 class ModelRunner:
     """Loads a model into the pool and computes steps."""
 
     def __init__(self, options: ReferenceOptions) -> None:
-        self._backup_dir = options.backup_dir or tempfile.gettempdir()
-        self.pool = _pool(options.share_weights, Path(self._backup_dir))
+        self._saved_kv_dir = options.backup_dir or tempfile.gettempdir()
+        self.pool = device_pool(options.device, options.backup_dir, share=options.share_weights)
+        self.device = torch.device(self.pool.device)
         self._block_size = options.block_size
         self.blocks = options.kv_cache_tokens // options.block_size
-        self.model = load_model(options)
+        # What is quantised on its way is read first; else the arena is the weights' first place.
+        changed = options.quantization is not None
+        self.model = build_model(options, whole=changed)
         self.config: Any = self.model.config
         self.max_context = int(self.config.max_position_embeddings)
         dtype = self.dtype = dtype_from(options.dtype)
@@ -45,6 +48,8 @@ class ModelRunner:
             quantise_model(self.model)
         self.quantised = quantised(self.model)
         self.binding = ModuleBinding(self.model, self.pool, Tag.WEIGHTS, TARGET)
+        if options.load == "disk" and not changed:
+            load_weights(options, self.binding)
         self.adapters = AdapterBank(self.model, self.pool, dtype)
         self._kv = self._make_kv(dtype)
 
@@ -85,15 +90,17 @@ class ModelRunner:
                 ends.append(at - 1)
         self.adapters.use(rows)
         hidden = self.model.model(
-            input_ids=torch.tensor([ids]),
-            position_ids=torch.tensor([positions]),
+            input_ids=torch.tensor([ids]).to(self.device),
+            position_ids=torch.tensor([positions]).to(self.device),
             use_cache=False,
             hotbunk_step=StepContext.of(plan, self._kv, self._block_size),
         ).last_hidden_state
         if not ends:
             return [None] * len(chunks)
         self.adapters.use({})  # the head works on other rows, and no adapter adds to it
-        logits = self.model.lm_head(hidden[0, ends]).float()
+        # Drawn on the host: the same tokens whatever the device, and they are wanted here.
+        last = hidden[0].index_select(0, torch.tensor(ends).to(self.device))
+        logits = self.model.lm_head(last).float().cpu()
         results = iter(draw(logits, [c.sequence for c in chunks if c.samples]))
         return [next(results) if c.samples else None for c in chunks]
 
@@ -102,7 +109,7 @@ class ModelRunner:
 
         :raises HostOutOfMemory: there is no room for it.
         """
-        stash = KVStash(self._backup_dir, {s for s in sequences if s.computed})
+        stash = KVStash(self._saved_kv_dir, {s for s in sequences if s.computed})
         for _, blocks in stash.groups():
             size = self._block_size
             stash.save(kv_gather(self._kv, blocks, size, len(blocks) * size))
@@ -114,7 +121,7 @@ class ModelRunner:
         for first, blocks in stash.groups():
             shape = (layers, planes, len(blocks) * self._block_size, *row)
             saved = stash.load(first, len(blocks), shape, self._kv.dtype)
-            kv_scatter(self._kv, blocks, self._block_size, saved)
+            kv_scatter(self._kv, blocks, self._block_size, saved.to(self.device))
 
     def zero_kv(self, blocks: list[int]) -> None:
         """Leave nothing in these blocks. Memory that is released has nothing left anyway."""
@@ -135,15 +142,6 @@ class ModelRunner:
         """Let go of the model, then of its memory."""
         del self.model, self.binding, self.adapters, self._kv
         self.pool.close()
-
-
-def _pool(shared: bool, backup_dir: Path) -> MemoryPool:
-    if not shared:
-        return host_pool(backup_dir)
-    try:
-        return NativePool("shared", backup_dir=backup_dir)
-    except native.NativeUnavailable as error:
-        raise errors.Unsupported("share_weights", "reference", str(error)) from error
 
 
 _TOGETHER = 64  # blocks that are saved and read at a time
@@ -172,7 +170,7 @@ class KVStash:
 
     def save(self, rows: torch.Tensor) -> None:
         """Append the next group. :raises HostOutOfMemory: no room; the stash is closed."""
-        data = as_bytes(rows).numpy().data
+        data = as_bytes(rows.cpu()).numpy().data
         try:
             self._file.write(data)
             self._file.flush()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hotbunk.rollout import errors
 from hotbunk.rollout.backends.reference.attention import NAME
 from hotbunk.rollout.backends.reference.options import ReferenceOptions
-from hotbunk.rollout.binding import content_key, dtype_from
+from hotbunk.rollout.binding import ModuleBinding, content_key, dtype_from, parameters_on_meta
 from hotbunk.rollout.contract import Bucket, Manifest
 from hotbunk.rollout.intake import Intake
 from hotbunk.rollout.kernels import as_bytes, copy_many, fingerprints
@@ -77,7 +79,7 @@ class Writer:
         else:
             copy_many(copies)
         for place, piece, names in ties:
-            if not torch.equal(place, piece):
+            if not torch.equal(place, piece.to(place.device)):
                 raise errors.TiedMismatch(names)
 
     def differing(self, expected: Mapping[str, int]) -> list[str]:
@@ -96,10 +98,13 @@ class Writer:
         ]
 
 
-def load_model(options: ReferenceOptions) -> Any:
-    """The model, on this engine's attention.
+def build_model(options: ReferenceOptions, *, whole: bool = False) -> Any:
+    """The model on this engine's attention, its parameters on ``meta``; see :func:`load_weights`.
 
-    :raises ConfigError: the directory is no model.
+    ``whole``: with its weights instead, for whoever makes something else of them before they go
+    into the arena.
+
+    :raises ConfigError: the directory is no model, or has no weights where some are wanted.
     :raises Unsupported: a family or a kind of layer that this engine does not run.
     """
     path = Path(options.model)
@@ -113,16 +118,60 @@ def load_model(options: ReferenceOptions) -> Any:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise errors.Unsupported(f"layers of kind {sorted(kinds)}", "reference")
+    if options.load != "empty" and not any(path.glob("*.safetensors")):
+        raise errors.ConfigError(f"no weights at {options.model!r}: no *.safetensors file")
     dtype = dtype_from(options.dtype)
-    build: Callable[[], Any]
-    if options.load == "empty":
-        build = lambda: AutoModelForCausalLM.from_config(config, dtype=dtype)  # noqa: E731
-    else:
-        if not any(path.glob("*.safetensors")):
-            raise errors.ConfigError(f"no weights at {options.model!r}: no *.safetensors file")
-        build = lambda: AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)  # noqa: E731
-    with torch.random.fork_rng():  # building draws numbers; the caller's stream is not ours
-        model = build()
+    # Building draws numbers; the caller's stream is not ours.
+    with torch.random.fork_rng(devices=[]), nullcontext() if whole else parameters_on_meta():
+        if whole and options.load != "empty":
+            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = model.eval().requires_grad_(False)
     model.set_attn_implementation(NAME)
     return model
+
+
+@torch.no_grad()
+def load_weights(options: ReferenceOptions, binding: ModuleBinding) -> None:
+    """Read the weights into the arena, one tensor at a time.
+
+    A checkpoint with other names than the model's (experts one by one, say) is transformers' to
+    read; the weights then exist twice for a moment.
+
+    :raises ConfigError: a file cannot be read, or tensors do not fit the model.
+    """
+    try:
+        if _read_by_name(Path(options.model), binding):
+            return
+        dtype = dtype_from(options.dtype)
+        with torch.random.fork_rng(devices=[]):
+            read = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    except (SafetensorError, OSError) as error:
+        raise errors.ConfigError(f"no weights at {options.model!r}: {error}") from error
+    for name, parameter in read.named_parameters():
+        binding.tensor(name).copy_(parameter)
+
+
+def _read_by_name(directory: Path, binding: ModuleBinding) -> bool:
+    """False, and nothing read: the files do not hold exactly the model's parameters."""
+    places: dict[str, Path] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            places.update(dict.fromkeys(file.keys(), path))
+    known = binding.parameters
+    if not places.keys() <= known.keys():
+        return False
+    if not all(names & places.keys() for names in binding.required()):
+        return False
+    for path in sorted(set(places.values())):
+        with safe_open(path, framework="pt") as file:
+            for name in (n for n, at in places.items() if at == path):
+                tensor = file.get_tensor(name)
+                if tensor.shape != known[name].shape:
+                    raise errors.ConfigError(
+                        f"{path.name} has {name!r} as {tuple(tensor.shape)}, "
+                        f"and the model as {tuple(known[name].shape)}"
+                    )
+                known[name].copy_(tensor)
+    return True

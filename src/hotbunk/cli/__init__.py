@@ -87,6 +87,37 @@ def bench(
     run(name, json=json, md=md)
 
 
+@app.command("sync-drill")
+def sync_drill(
+    faults: Annotated[int, typer.Option(help="How many faults, one a sync.")] = 30,
+    seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
+    transport: Annotated[
+        list[str] | None, typer.Option(help="Over which transports; default: all there are.")
+    ] = None,
+    replicas: Annotated[int, typer.Option(help="Replicas, each in a process of its own.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks of each replica.")] = 1,
+    only: Annotated[int | None, typer.Option(help="Only the fault of that number.")] = None,
+    json: Annotated[Path | None, typer.Option(help="The file to write the rounds into.")] = None,
+) -> None:
+    """Break syncs between processes in random places, and check what the contract promises.
+
+    0: every promise held. 1: one did not; the same arguments with --only N show it again.
+    """
+    from hotbunk.cli.sync_drill import run
+
+    sys.exit(
+        run(
+            faults=faults,
+            seed=seed,
+            transports=transport or [],
+            replicas=replicas,
+            ranks=ranks,
+            only=only,
+            json=json,
+        )
+    )
+
+
 @app.command()
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="A JSON list of findings.")] = False,

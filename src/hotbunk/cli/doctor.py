@@ -16,7 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hotbunk import __version__
-from hotbunk.rollout import native, registry
+from hotbunk.rollout import allocator, native, registry
+from hotbunk.rollout.errors import Unsupported
+from hotbunk.rollout.memory import NativePool
 from hotbunk.rollout.native_kernels import Variant
 
 
@@ -65,6 +67,7 @@ def findings() -> list[Finding]:
     return [
         *_versions(),
         *_drivers(),
+        *_settings(),
         *_native(),
         *_plugins("backend", registry.BACKENDS),
         *_plugins("transport", registry.TRANSPORTS),
@@ -85,18 +88,58 @@ def _drivers() -> list[Finding]:
     cuda = os.environ.get("HOTBUNK_CUDA_LIBRARY") or "libcuda.so.1"
     acl = os.environ.get("HOTBUNK_ACL_LIBRARY") or "libascendcl.so"
     return [
-        Finding("driver", "host", True, f"pages of {os.sysconf('SC_PAGESIZE')} bytes"),
+        *_host_drivers(),
         _driver("cuda", cuda, "a machine with an NVIDIA GPU and its driver"),
         _driver("acl", acl, "a machine with an Ascend NPU and CANN"),
     ]
 
 
+def _host_drivers() -> list[Finding]:
+    """Memory of this machine: as files, and private; the kinds are the library's to find."""
+    pages = f"pages of {os.sysconf('SC_PAGESIZE')} bytes"
+    found = []
+    for name in ("host", "shared"):
+        try:
+            pool = NativePool(name)
+        except native.NativeUnavailable as error:
+            found.append(Finding("driver", name, False, "memory is not released", error.remedy))
+        except Unsupported as error:
+            found.append(Finding("driver", name, False, error.what, error.remedy or "use host"))
+        else:
+            found.append(Finding("driver", name, True, f"{pool.kind}, {pages}"))
+            pool.close()
+    return found
+
+
+def _settings() -> list[Finding]:
+    """What is set around us and gets in the way."""
+    variable = allocator.preflight()
+    why = f"{variable} turns them on; turned off where torch allocates from an engine's pool"
+    return [Finding("setting", "expandable segments", True, why if variable else "not asked for")]
+
+
 def _driver(name: str, library: str, remedy: str) -> Finding:
     try:
-        ctypes.CDLL(library)
+        lib = ctypes.CDLL(library)
     except OSError as error:
         return Finding("driver", name, False, str(error), remedy)
+    if why := _no_device(name, lib):
+        return Finding("driver", name, False, f"{library}: {why}", remedy)
     return Finding("driver", name, True, library)
+
+
+def _no_device(name: str, lib: ctypes.CDLL) -> str:
+    """Why a driver that loads finds nothing; empty when it does. No context is made."""
+    if name != "cuda":
+        return ""
+    device = ctypes.c_int()
+    for function, arguments in (("cuInit", (0,)), ("cuDeviceGet", (ctypes.byref(device), 0))):
+        call = getattr(lib, function, None)
+        if call is None:
+            return f"it has no {function}"
+        if code := call(*arguments):
+            return f"{function} says {code}"
+    return ""
 
 
 def _native() -> list[Finding]:
