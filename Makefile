@@ -99,7 +99,7 @@ soak: venv
 			tests/unit/test_state_machine_oracle.py $(PYTEST_ARGS) || exit 1; \
 		HOTBUNK_FAULTS=60 $(BIN)/pytest -q tests/integration/shm $(PYTEST_ARGS) || exit 1; \
 	done
-	HOTBUNK_KILLS=200 $(BIN)/pytest -q tests/unit/test_process_supervision.py -k random $(PYTEST_ARGS)
+	HOTBUNK_KILLS=200 $(BIN)/pytest -q tests/unit/test_process_supervision.py -k random --timeout=900 $(PYTEST_ARGS)
 	HOTBUNK_DRILL_FAULTS=200 $(BIN)/pytest -q tests/integration/test_sync_drill.py $(PYTEST_ARGS)
 
 # One OpenMP thread: with two, each waits for the other whenever something else wants a core.

@@ -65,11 +65,12 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(_Message, frozen=True):
-    """``process`` names the receiver's process among all that ever were."""
+    """``process`` names the receiver's process among all that ever were; ``holds`` what it kept."""
 
     token: str
     rank: int
     process: str
+    holds: tuple[str, ...] = ()
     protocol: int = PROTOCOL
 
 
@@ -159,6 +160,11 @@ class Channel:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+
+    @property
+    def local(self) -> str:
+        """The address of this end."""
+        return str(self._writer.get_extra_info("sockname")[0])
 
     async def send(self, message: Message, seconds: float) -> None:
         """Send a message.

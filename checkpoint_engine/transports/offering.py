@@ -63,6 +63,7 @@ class Member:
         self.channel = channel
         self.rank = hello.rank
         self.process = hello.process
+        self.holds = frozenset(hello.holds)
         self.layout: ReceiverLayout | None = None
         self.inbox: asyncio.Queue[FromReceiver] = asyncio.Queue(_INBOX)
 
@@ -78,10 +79,12 @@ class Party:
         self.failure: Failure | None = None
         self.moved = False  # whether a byte may have been written
         self.done = False
+        self.committed = False
         self._stall = stall
         self._all_here = asyncio.Event()
         self._left = asyncio.Event()
         self._farewell: asyncio.Task[None] | None = None
+        self._on_leave: list[Callable[[], None]] = []
 
     @property
     def alive(self) -> bool:
@@ -101,7 +104,15 @@ class Party:
         self.failure = error if isinstance(error, Failure) else Failure.of(error)
         log.info("replica %d is out of the sync: %s", self.replica, self.failure)
         self._left.set()
+        for one in self._on_leave:
+            one()
         self._farewell = asyncio.ensure_future(self._tell(Abort(self.failure, not self.moved)))
+
+    def on_leave(self, call: Callable[[], None]) -> None:
+        """Call this when the party leaves, or now if it has left."""
+        if self.failure is not None:
+            call()
+        self._on_leave.append(call)
 
     async def told(self) -> None:
         """Until every rank of a party that left was told why."""
@@ -110,7 +121,7 @@ class Party:
 
     async def commit(self) -> None:
         """Its end, seen from here: what becomes of a rank now is its replica's own business."""
-        self.done = True
+        self.done = self.committed = True
         await self._tell(Committed())
 
     async def _tell(self, said: FromSender) -> None:
@@ -130,15 +141,20 @@ class Party:
                 where=f"replica {self.replica}, ranks present {sorted(self.members)}",
             )
 
-    async def say(self, message: FromSender) -> None:
-        """Tell every rank. :raises Left, TransferFailed: one of them is gone, or takes nothing."""
+    async def say(self, message: FromSender, members: Sequence[Member] | None = None) -> None:
+        """Tell every rank (or some). :raises Left, TransferFailed: one is gone, or takes nothing."""
         self._still_here()
-        await asyncio.gather(*(m.channel.send(message, self._stall) for m in self.members.values()))
+        ranks = self.members.values() if members is None else members
+        await asyncio.gather(*(m.channel.send(message, self._stall) for m in ranks))
 
     async def hear(
-        self, step: str, seconds: float, *kinds: type[FromReceiver]
+        self,
+        step: str,
+        seconds: float,
+        *kinds: type[FromReceiver],
+        members: Sequence[Member] | None = None,
     ) -> list[FromReceiver]:
-        """What every rank says next, by rank; one of ``kinds``.
+        """What every rank (or some) says next, by rank; one of ``kinds``.
 
         :raises Left: the party is out.
         :raises DeadlineExceeded: naming the ranks that said nothing.
@@ -149,8 +165,11 @@ class Party:
         async def one(member: Member) -> None:
             heard[member.rank] = await member.inbox.get()
 
-        ranks = list(self.members.values())
-        if not await self.wait(asyncio.gather(*(one(m) for m in ranks)), seconds):
+        async def all_of() -> None:
+            await asyncio.gather(*(one(member) for member in ranks))
+
+        ranks = list(self.members.values() if members is None else members)
+        if not await self.wait(all_of(), seconds):
             silent = [m.rank for m in ranks if m.rank not in heard]
             raise DeadlineExceeded(
                 step, seconds, where=f"replica {self.replica}, silent ranks {silent}"

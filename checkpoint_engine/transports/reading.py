@@ -25,7 +25,8 @@ _CHUNK = 1 << 20  # bytes read at a time where they must be cast
 class SetReader:
     """One walk over an open set. Runs in a thread; torch is needed only for casts.
 
-    :param layout: element types the receiver wants; None keeps the set's.
+    :param layout: which tensors the receiver wants, and as what; None: all, as they are. Slices
+        are refused: a part cannot be checked against the fingerprint of the whole.
     :raises ShapeMismatch: it wants something that cannot be made of what is there.
     """
 
@@ -37,7 +38,12 @@ class SetReader:
         self.ended = False
         self._held = held
         self._specs = manifest.tensors
-        self._wanted = [_wanted(spec, layout) for spec in self._specs]
+        # Tensors to hand out, by their place in the manifest, and the element type of each.
+        self._wanted = {
+            index: dtype
+            for index, spec in enumerate(self._specs)
+            if (dtype := _wanted(spec, layout)) is not None
+        }
         self._room = self._bucket_size(manifest.bucket_bytes)
         self._buckets: Iterator[Bucket] | None = None
         self._verify = manifest.fingerprint != "none"
@@ -68,25 +74,27 @@ class SetReader:
         if not self._verify:
             return {}
         said = self._held.record.fingerprints
-        absent = {spec.name for spec in self._specs} - said.keys()
+        names = {self._specs[index].name for index in self._wanted}
+        absent = names - said.keys()
         wrong = {name for name, found in self._read.items() if found != said.get(name)}
         if absent or wrong:
             raise VerifyFailed(absent | wrong, where=f"set {self._held.name}")
-        return {spec.name: self._cast.get(spec.name, said[spec.name]) for spec in self._specs}
+        return {name: self._cast.get(name, said[name]) for name in names}
 
     def _bucket_size(self, wanted: int) -> int:
         whole = 0
-        for spec, dtype in zip(self._specs, self._wanted, strict=True):
-            whole = -(-whole // ALIGN) * ALIGN + math.prod(spec.shape) * ITEMSIZE[dtype]
+        for index, dtype in self._wanted.items():
+            nbytes = math.prod(self._specs[index].shape) * ITEMSIZE[dtype]
+            whole = -(-whole // ALIGN) * ALIGN + nbytes
         return max(min(wanted, whole), SMALLEST)
 
     def _run(self) -> Iterator[Bucket]:
         view = memoryview(bytearray(self._room))
         table: list[BucketEntry] = []
         used = 0
-        for index, (spec, dtype) in enumerate(zip(self._specs, self._wanted, strict=True)):
+        for index, dtype in self._wanted.items():
             element, start = ITEMSIZE[dtype], 0
-            size = math.prod(spec.shape) * element
+            size = math.prod(self._specs[index].shape) * element
             while True:
                 offset = -(-used // ALIGN) * ALIGN
                 count = min(size - start, (self._room - offset) // element * element)
@@ -136,14 +144,15 @@ class SetReader:
             done += len(piece)
 
 
-def _wanted(spec: TensorSpec, layout: ReceiverLayout | None) -> str:
-    """The element type a tensor is handed out as."""
-    place = None if layout is None else layout.tensors.get(spec.name)
-    if place is None:
+def _wanted(spec: TensorSpec, layout: ReceiverLayout | None) -> str | None:
+    """The element type a tensor is handed out as; None: nobody wants it."""
+    if layout is None:
         return spec.dtype
-    cast = {place.dtype, spec.dtype} <= FLOATS
-    if place.shape != spec.shape or (place.dtype != spec.dtype and not cast):
-        raise ShapeMismatch(
-            spec.name, f"{place.dtype}{list(place.shape)}", f"{spec.dtype}{list(spec.shape)}"
-        )
-    return place.dtype
+    places = [layout.tensors[name] for name in spec.names if name in layout.tensors]
+    for place in places:
+        cast = {place.dtype, spec.dtype} <= FLOATS
+        if place.shape != spec.shape or (place.dtype != spec.dtype and not cast):
+            raise ShapeMismatch(
+                spec.name, f"{place.dtype}{list(place.shape)}", f"{spec.dtype}{list(spec.shape)}"
+            )
+    return places[0].dtype if places else None

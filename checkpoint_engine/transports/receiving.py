@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import AsyncIterator, Mapping
 
@@ -41,7 +42,17 @@ from hotbunk.rollout.errors import (
 
 OPEN_WAIT = 10.0  # seconds for a sender to answer
 ABORT_WAIT = 2.0  # seconds for a sender to take a word of farewell
-PROCESS = uuid.uuid4().hex  # of this process; a fork copies it, and forks hold no transfers
+
+
+def process_id() -> str:
+    """This process among all that ever were; a fork of it is another one."""
+    if os.getpid() not in _ids:
+        _ids.clear()
+        _ids[os.getpid()] = uuid.uuid4().hex
+    return _ids[os.getpid()]
+
+
+_ids: dict[int, str] = {}
 
 
 def parse(address: str) -> tuple[str, int, str]:
@@ -53,8 +64,8 @@ def parse(address: str) -> tuple[str, int, str]:
     return host.strip("[]"), int(port), token
 
 
-async def connect(ticket: Ticket) -> tuple[Channel, Welcome]:
-    """Reach the sender and show the ticket.
+async def connect(ticket: Ticket, holds: tuple[str, ...] = ()) -> tuple[Channel, Welcome]:
+    """Reach the sender and show the ticket. ``holds``: what this process kept of earlier syncs.
 
     :raises TransferFailed: the offer is gone, or this is not its ticket.
     """
@@ -64,7 +75,7 @@ async def connect(ticket: Ticket) -> tuple[Channel, Welcome]:
     try:
         async with asyncio.timeout(OPEN_WAIT):
             channel = Channel(*await asyncio.open_connection(host, port))
-            await channel.send(Hello(token, ticket.rank, PROCESS), OPEN_WAIT)
+            await channel.send(Hello(token, ticket.rank, process_id(), holds), OPEN_WAIT)
             said = await channel.receive(from_sender)
         if isinstance(said, Welcome):
             return channel, said

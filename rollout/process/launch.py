@@ -31,6 +31,7 @@ class _Server:
 
     def __init__(self, modules: Sequence[str]) -> None:
         self.owner = os.getpid()
+        self.made: set[Spawned] = set()  # those whose owner has not closed them
         self.control, its = spawning.pair()
         with its:
             # -P: the folder it is started in may hold other packages of our names.
@@ -82,6 +83,14 @@ def shutdown() -> None:
             _servers.popitem()[1].stop()
 
 
+def trim() -> None:
+    """End the fork servers of this process that made nothing which still is."""
+    with _lock:
+        for modules, server in list(_servers.items()):
+            if not server.made:
+                _servers.pop(modules).stop()
+
+
 atexit.register(shutdown)
 
 
@@ -94,6 +103,7 @@ class Spawned:
         self.monitor = monitor
         self.pid = 0
         self.pidfd = -1
+        self.server: _Server | None = None
 
     async def started(self) -> None:
         """Until it runs. :raises EngineFailed: the server could not make it."""
@@ -116,6 +126,8 @@ class Spawned:
 
     def close(self) -> None:
         """Let go of what is left. The process, if it still runs, is the server's to kill."""
+        if self.server is not None:
+            self.server.made.discard(self)
         self.sock.close()
         self.monitor.close()
         for fd in (self.stderr, self.pidfd):
@@ -140,7 +152,9 @@ def spawn(spec: ReplicaSpec) -> Spawned:
     stderr, its_stderr = os.pipe()
     spawned = Spawned(sock, stderr, monitor)
     try:
-        _send(request, modules, [its_sock.fileno(), its_stderr, its_monitor.fileno()])
+        server = spawned.server = _send(
+            request, modules, [its_sock.fileno(), its_stderr, its_monitor.fileno()]
+        )
     except OSError as error:
         spawned.close()
         raise EngineFailed(f"the fork server cannot be reached: {error}") from error
@@ -148,13 +162,16 @@ def spawn(spec: ReplicaSpec) -> Spawned:
         its_sock.close()
         its_monitor.close()
         os.close(its_stderr)
+    if server is not None:
+        server.made.add(spawned)
     return spawned
 
 
-def _send(request: Spawn, modules: tuple[str, ...], fds: list[int]) -> None:
+def _send(request: Spawn, modules: tuple[str, ...], fds: list[int]) -> _Server | None:
+    """The server that was asked; None: the one this process came from."""
     if _asking is not None:
         spawning.send(_asking, request, fds)
-        return
+        return None
     with _lock:
         server = _servers.get(modules)
         if server is None or not server.usable:
@@ -162,6 +179,7 @@ def _send(request: Spawn, modules: tuple[str, ...], fds: list[int]) -> None:
                 server.stop()
             server = _servers[modules] = _Server(modules)
         spawning.send(server.control, request, fds)
+        return server
 
 
 def _preload(backend: str) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -58,7 +59,7 @@ class Service:
                     raise BrokenFrame(f"call {message.id} is under way already")
                 work = self._stream(message) if message.verb == GENERATE else self._call(message)
                 task = self._tasks[message.id] = asyncio.create_task(work)
-                task.add_done_callback(lambda _: self._done(message.id))
+                task.add_done_callback(partial(self._done, message.id))
             case Cancel():
                 if message.id in self._tasks:
                     self._tasks[message.id].cancel()
@@ -82,9 +83,11 @@ class Service:
             if late:
                 await asyncio.wait(late, timeout=seconds)
 
-    def _done(self, number: int) -> None:
+    def _done(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number]
         self._credits.pop(number, None)
+        if task.cancelled():  # perhaps before its first step, so not even its own end can tell
+            self._connection.send(Ended(number))
 
     def _args(self, call: Call) -> dict[str, Any]:
         verb = self._verbs.get(call.verb)
@@ -100,8 +103,6 @@ class Service:
         try:
             result = await getattr(self._target, call.verb)(**self._args(call))
             self._connection.send(Result(call.id, msgspec.Raw(encode(result))))
-        except asyncio.CancelledError:
-            self._connection.send(Ended(call.id))
         # A boundary between processes: whatever is raised goes to who asked.
         except Exception as error:  # noqa: BLE001
             self._connection.send(Failed(call.id, to_wire(call.verb, error)))
@@ -113,8 +114,6 @@ class Service:
                 async for chunk in stream:
                     await credits_left.take()
                     self._connection.send(Chunks(call.id, [chunk]))
-            self._connection.send(Ended(call.id))
-        except asyncio.CancelledError:
             self._connection.send(Ended(call.id))
         # A boundary between processes, as above.
         except Exception as error:  # noqa: BLE001

@@ -233,8 +233,18 @@ def programs() -> Callable[[str], Any]:
     return _program
 
 
+@pytest.fixture(scope="session")
+def zygotes() -> Iterator[None]:
+    """What second processes are forked from."""
+    program = _program("crew")
+    for imports in (program.LIGHT, program.HEAVY):
+        program.zygote(imports)
+    yield
+    _program("crew").close_zygotes()
+
+
 @pytest.fixture
-async def crew() -> AsyncIterator[Any]:
+async def crew(zygotes: None) -> AsyncIterator[Any]:
     """Starts second processes, and ends them."""
     made = _program("crew").Crew()
     yield made

@@ -21,7 +21,7 @@ from hotbunk.rollout.contract import Ticket
 from hotbunk.rollout.registry import load_transport
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
-TRANSPORTS = ["disk"]
+TRANSPORTS = ["collective", "disk"]
 SOAK = int(os.environ.get("HOTBUNK_SOAK", "0"))
 PHASES = ["open", "accept", "bucket 0", "bucket 7", "fingerprints"]
 STALL = 2.0  # seconds; short, so that hung ends cost little
@@ -75,7 +75,10 @@ async def test_a_receiver_hit_in_any_phase_takes_down_its_replica_alone(
         named = weights.simple(step)
         source = state_dict_source(named)
         offer = await transport.offer(
-            source, weights.manifest_of(source, step=step), ranks=ranks, deadline=12.0
+            source,
+            weights.manifest_of(source, step=step),
+            ranks=ranks,
+            deadline=12.0 if kind == "disk" else 90.0,
         )
         serving = asyncio.create_task(offer.serve())
         chosen = {(replica, rank): {"phase": phase, "how": how}} if fault else {}
@@ -88,7 +91,7 @@ async def test_a_receiver_hit_in_any_phase_takes_down_its_replica_alone(
                 if fault and n == replica:
                     assert end.get("error") in FAILED, (end, one.said)
                 else:
-                    assert end["digests"] == programs("crew").digests(named), end
+                    assert end.get("digests") == programs("crew").digests(named), (end, one.said)
         async with asyncio.timeout(30):
             await serving
         await offer.close()
@@ -100,10 +103,10 @@ async def test_a_receiver_hit_in_any_phase_takes_down_its_replica_alone(
             elif how == "raise":
                 assert (await hit.end()).get("error") == "Raised"
             else:
-                assert await hit.gone() == -signal.SIGKILL
+                assert await hit.gone()
     await transport.close()
     await asyncio.sleep(0.1)
-    left = {one for one in programs("crew").open_files() - before if "pipe" not in one}
+    left = programs("crew").open_files() - before
     assert not left
     assert names_left(tmp_path / "root") == []
 
@@ -150,7 +153,7 @@ async def test_a_sender_hit_at_any_tensor_is_noticed_by_every_receiver(
     await again.gone()
     assert names_left(tmp_path / "root") == []
     for process in (sender, again):
-        assert not psutil.pid_exists(process.process.pid)
+        assert not psutil.pid_exists(process.pid)
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
@@ -160,7 +163,9 @@ async def test_a_receiver_that_never_comes_costs_the_others_nothing_but_time(
     transport = load_transport(kind)(**options_of(kind, tmp_path / "root"))
     named = weights.simple(1)
     source = state_dict_source(named)
-    offer = await transport.offer(source, weights.manifest_of(source), ranks=[2, 1], deadline=8.0)
+    offer = await transport.offer(
+        source, weights.manifest_of(source), ranks=[2, 1], deadline=8.0 if kind == "disk" else 40.0
+    )
     serving = asyncio.create_task(offer.serve())
     alone, whole = await crew.receivers([Ticket(kind, offer.tickets[0].address), offer.tickets[1]])
     end = await alone[0].end()

@@ -19,7 +19,7 @@ from hotbunk.rollout.errors import TransferFailed
 from hotbunk.rollout.registry import load_transport, open_transfer
 
 pytestmark = pytest.mark.anyio
-TRANSPORTS = ["disk"]
+TRANSPORTS = ["collective", "disk"]
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -29,7 +29,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def transport(
-    kind: str, tmp_path: Path, programs: Callable[[str], Any]
+    kind: str, tmp_path: Path, programs: Callable[[str], Any], zygotes: None
 ) -> AsyncIterator[Transport]:
     """One transport; nothing of it may be left."""
     before = programs("crew").open_files()
@@ -38,7 +38,7 @@ async def transport(
     yield made
     await made.close()
     await asyncio.sleep(0.05)
-    left = {one for one in programs("crew").open_files() - before if "pipe" not in one}
+    left = programs("crew").open_files() - before
     assert not left, "descriptors stayed open"
     names = [name for _, directories, _ in os.walk(tmp_path) for name in directories]
     assert not any(name.startswith((".new", ".old")) for name in names)
@@ -137,12 +137,12 @@ async def test_ranks_that_disagree_about_what_they_have_are_refused(
 async def test_syncs_follow_one_another_to_the_same_processes(
     transport: Transport, crew: Any, weights: Any, programs: Any
 ) -> None:
-    living = [await crew.start("receive.py", {}) for _ in range(2)]
+    living = [await crew.start("receive.py", {}, torch=True) for _ in range(2)]
     for step in (1, 2, 3):
         named = weights.simple(step)
         source = state_dict_source(named)
         offer = await transport.offer(
-            source, weights.manifest_of(source, step=step), ranks=[2], deadline=30.0
+            source, weights.manifest_of(source, step=step), ranks=[2], deadline=120.0
         )
         serving = asyncio.create_task(offer.serve())
         ends = await asyncio.gather(
@@ -160,7 +160,7 @@ async def test_syncs_follow_one_another_to_the_same_processes(
 async def test_a_ticket_is_good_for_one_sync(transport: Transport, weights: Any) -> None:
     """H16: nothing is waited for when the offer is gone, or was another one."""
     source = state_dict_source(weights.simple(1))
-    offer = await transport.offer(source, weights.manifest_of(source), deadline=30.0)
+    offer = await transport.offer(source, weights.manifest_of(source), deadline=120.0)
     (old,) = offer.tickets
     stranger = msgspec.structs.replace(old, address=old.address[:-3] + "AAA")
     beyond = msgspec.structs.replace(old, rank=5)
@@ -172,7 +172,7 @@ async def test_a_ticket_is_good_for_one_sync(transport: Transport, weights: Any)
         await open_transfer(old)
     await first.abort(RuntimeError("enough"))
     await offer.close()
-    again = await transport.offer(source, weights.manifest_of(source), deadline=30.0)
+    again = await transport.offer(source, weights.manifest_of(source), deadline=120.0)
     with pytest.raises(TransferFailed):
         await open_transfer(old)
     await again.close()
@@ -185,7 +185,7 @@ async def test_strangers_get_nothing_and_disturb_nobody(
     transport: Transport, crew: Any, weights: Any, said: bytes
 ) -> None:
     source = state_dict_source(weights.simple(1))
-    offer = await transport.offer(source, weights.manifest_of(source), deadline=30.0)
+    offer = await transport.offer(source, weights.manifest_of(source), deadline=120.0)
     host, _, port = offer.tickets[0].address.partition("/")[0].rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(said)
@@ -210,7 +210,9 @@ async def test_offers_of_two_jobs_never_meet(
         transport = load_transport(kind)(**options)
         named = weights.simple(10 + job)
         source = state_dict_source(named)
-        offer = await transport.offer(source, weights.manifest_of(source), ranks=[2], deadline=30.0)
+        offer = await transport.offer(
+            source, weights.manifest_of(source), ranks=[2], deadline=120.0
+        )
         jobs.append((transport, named, offer))
     place, _, _ = jobs[0][2].tickets[0].address.partition("/")
     _, _, token = jobs[1][2].tickets[0].address.partition("/")
@@ -238,7 +240,7 @@ async def test_a_rank_that_refuses_takes_its_replica_along_and_no_other(
         ranks=[2, 1],
         options={(0, 1): {"phase": "open", "how": "raise"}},
     )
-    assert ends[0][0]["error"] == "UpdateRefused", ends
+    assert ends[0][0]["error"] in {"UpdateRefused", "TransferFailed"}, ends
     assert "Raised: at open" in ends[0][0]["text"]
     assert "Raised: at open" in ends[0][0]["traceback"]
     assert (ends[1][0]["committed"], failure) == ("0.1", None)

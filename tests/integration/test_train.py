@@ -157,6 +157,15 @@ def test_an_engine_that_never_frees_works_too(tmp_path: Path) -> None:
         assert row["memory/weights_bytes_asleep"] == row["memory/weights_bytes"]
 
 
+def test_two_engines_share_a_step(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = hotbunk("train", f"out={out}", "steps=2", *SMALL, "strict=true", "rollout.replicas=2")
+    assert done.returncode == 0, done.stderr
+    metrics = lines(out)
+    assert [line["rollout/version"] for line in metrics] == [0, 1]
+    assert {line["rollout/logprob_mismatches"] for line in metrics} == {0}
+
+
 def test_a_users_jsonl_and_reward_file(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"prompt": "ab=", "answer": "ab"}\n' * 3)
     (tmp_path / "score.py").write_text(
@@ -201,6 +210,18 @@ BAD = {
     ),
     "dtype": (["rollout.options.dtype=int3"], "dtype='int3' is not float32"),
     "resume": (["resume=no/such/run"], "nothing to resume in 'no/such/run'"),
+    "a process that naive cannot reach": (
+        ["rollout.process=true"],
+        (
+            "naive works within one process, and rollout.process=true puts the engine into another "
+            "(set transport=shm)"
+        ),
+    ),
+    "ranks without processes": (
+        ["rollout.data_parallel=2"],
+        "needs a process for each rank (set rollout.process=true",
+    ),
+    "no replicas": (["rollout.replicas=0"], "rollout.replicas=0 must be 1 or more"),
     "group size": (["trainer.group_size=1"], "must be 2 or more"),
 }
 

@@ -205,6 +205,22 @@ async def test_a_cancelled_reader_ends_the_request_too(start: Start) -> None:
     assert (await handle.status()).backend.running == ()
 
 
+async def test_what_is_cancelled_as_it_is_sent_ends_at_once(start: Start) -> None:
+    """Call and cancel arrive together: the answer is not waited for until a deadline."""
+    handle = await start()
+    began = asyncio.get_running_loop().time()
+    for turns in range(4):
+        work: list[Any] = [handle.memory(), handle.status(), complete(handle, ask(f"a{turns}"))]
+        tasks = [asyncio.ensure_future(one) for one in work]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    assert asyncio.get_running_loop().time() - began < 0.5 * QUICK.inspect
+    assert (await handle.status()).running == ()
+
+
 async def test_a_slow_reader_holds_its_own_stream_back_and_nobody_elses(start: Start) -> None:
     """Chunks stay where they were made: on this side there is never more than a window of them."""
     handle = await start(step_time=0.0, options={"kv_blocks": 2048})

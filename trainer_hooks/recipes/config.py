@@ -26,13 +26,28 @@ class TinyModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RolloutConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The engine: a backend by name, and what it is told (see that backend's options)."""
+    """The engines: a backend by name, and what it is told (see that backend's options).
+
+    ``replicas`` of them share a step's requests. With ``process`` each is a process of its own, of
+    ``data_parallel`` ranks. ``threads`` of torch in each such process; 0: as the environment says.
+    """
 
     name: str = "reference"
     deployment: Deployment = Deployment.HYBRID
     free_cache_engine: bool = True
     hold_deadline: float = 600.0
+    process: bool = False
+    replicas: int = 1
+    data_parallel: int = 1
+    threads: int = 0
     options: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "data_parallel"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)} must be 1 or more")
+        if self.threads < 0:
+            raise ConfigError(f"rollout.threads={self.threads} must be 0 or more")
 
 
 class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hotbunk.rollout.errors import ConfigError
-from hotbunk.rollout.registry import TRANSPORTS, create_backend, find
+from hotbunk.rollout.registry import TRANSPORTS, create_backend, find, names
 from hotbunk.trainer_hooks.recipes import checkpoint
 from hotbunk.trainer_hooks.recipes.config import RunConfig
 from hotbunk.trainer_hooks.recipes.models import (
@@ -20,6 +20,7 @@ from hotbunk.trainer_hooks.recipes.models import (
 )
 from hotbunk.trainer_hooks.recipes.tasks import Task, make_task
 
+IN_PROCESS = "naive"  # the transport that passes memory by reference
 TINY = "model"  # folder of the run directory in which a tiny model is made
 
 
@@ -45,6 +46,7 @@ def plan_run(config: RunConfig, *, resume: bool = False) -> Plan:
     :raises BackendNotFound: no such backend or transport.
     """
     find(TRANSPORTS, config.transport.name)
+    _check_processes(config)
     run_dir = Path(config.out)
     task = make_task(config.task)
     tokens = config.trainer.max_response_tokens or task.max_response_tokens
@@ -75,6 +77,24 @@ def backend_options(plan: Plan) -> dict[str, Any]:
     """What the engine is told: the model, and that the first sync brings its weights."""
     model = plan.model_dir or plan.run_dir / TINY
     return {"model": str(model), "load": "empty", **plan.config.rollout.options}
+
+
+def _check_processes(config: RunConfig) -> None:
+    """What is in another process must be reachable there."""
+    rollout = config.rollout
+    if rollout.process and config.transport.name == IN_PROCESS:
+        known = [name for name in names(TRANSPORTS) if name != IN_PROCESS]
+        better = "shm" if "shm" in known or not known else known[0]
+        raise ConfigError(
+            f"transport={IN_PROCESS} works within one process, and rollout.process=true puts the "
+            "engine into another",
+            remedy=f"set transport={better}",
+        )
+    if rollout.data_parallel > 1 and not rollout.process:
+        raise ConfigError(
+            f"rollout.data_parallel={rollout.data_parallel} needs a process for each rank",
+            remedy="set rollout.process=true, and transport=shm",
+        )
 
 
 def _model_dir(model: str) -> Path | None:

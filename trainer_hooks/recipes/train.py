@@ -1,4 +1,4 @@
-"""The main job: GRPO in one process, trainer and engine taking turns on the same memory.
+"""The main job: GRPO, trainer and engines taking turns on the same memory.
 
 Uses only the contract and the hooks; everything an engine does is behind a replica's handle.
 """
@@ -22,11 +22,9 @@ from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout import errors
 from hotbunk.rollout.arena import MemoryPool
 from hotbunk.rollout.contract import Completion, GenerateRequest, Sampling, Version, collect
-from hotbunk.rollout.handle import LocalHandle, ReplicaHandle
+from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.memory import host_pool
-from hotbunk.rollout.registry import create_backend, load_transport
-from hotbunk.rollout.replica import Replica
-from hotbunk.rollout.status import Deadlines
+from hotbunk.rollout.registry import load_transport
 from hotbunk.trainer_hooks.hooks import TrainerHooks
 from hotbunk.trainer_hooks.recipes import checkpoint
 from hotbunk.trainer_hooks.recipes.config import TransportConfig, save
@@ -37,6 +35,7 @@ from hotbunk.trainer_hooks.recipes.meter import TOTAL, MemoryMeter, MeteredShare
 from hotbunk.trainer_hooks.recipes.models import ModelBundle, build_tiny, encode_sample, load_bundle
 from hotbunk.trainer_hooks.recipes.preflight import TINY, Plan, backend_options
 from hotbunk.trainer_hooks.recipes.recorder import RunRecorder
+from hotbunk.trainer_hooks.recipes.replicas import start_replicas
 from hotbunk.trainer_hooks.recipes.report import write_report
 from hotbunk.trainer_hooks.recipes.tasks import Sample
 
@@ -128,17 +127,11 @@ class _Job:
         learner = Learner(bundle.model_dir, trainer, pool)
         if plan.resumed is not None:
             checkpoint.load_optimizer(plan.resumed, learner.optimizer)
-        replica = Replica(
-            create_backend(config.rollout.name, **backend_options(plan)),
-            deadlines=Deadlines(hold=config.rollout.hold_deadline),
-        )
-        stack.push_async_callback(replica.close)
-        await replica.start()
-        frees, able = config.rollout.free_cache_engine, replica.capabilities.release
+        handles = await start_replicas(config.rollout, backend_options(plan), stack)
+        frees, able = config.rollout.free_cache_engine, handles[0].capabilities.release
         if frees and not able:
             log.warning("the engine's memory is not released: %s", able.how)
             frees = False
-        handles = [LocalHandle(replica)]
         meter = MemoryMeter(handles, pool, recorder)
         manager = CheckpointEngineManager(
             handles,

@@ -36,6 +36,7 @@ class Finding(msgspec.Struct, frozen=True):
 _NEEDS = {
     "reference": ("torch", "transformers", "safetensors"),
     "naive": ("torch",),
+    "collective": ("torch",),
     "disk": ("torch",),
     "vllm": ("vllm",),
     "sglang": ("sglang",),

@@ -7,13 +7,15 @@ import hashlib
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 
 from hotbunk.checkpoint_engine.transports.base import Transport
@@ -29,30 +31,18 @@ ENDS = ("committed", "declined", "error", "ended")
 class Process:
     """One of the programs beside this file; what it says, line by line."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
+    def __init__(self, pid: int, reader: asyncio.StreamReader, stdin: Any) -> None:
+        self.pid = pid
         self.said: list[dict[str, Any]] = []
-
-    @staticmethod
-    async def start(program: str, options: dict[str, Any], prefix: Sequence[str] = ()) -> Process:
-        """``prefix``: a command to run it under."""
-        made = await asyncio.create_subprocess_exec(
-            *prefix,
-            sys.executable,
-            str(HERE / program),
-            json.dumps(options),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
-            limit=64 << 20,
-        )
-        return Process(made)
+        self._pidfd = os.pidfd_open(pid)
+        self._reader = reader
+        self._stdin = stdin
 
     async def until(self, *keys: str) -> dict[str, Any]:
         """What it says next that has one of these keys; empty: it ended without."""
         async with asyncio.timeout(LONG):
             while True:
-                line = await self.process.stdout.readline()  # type: ignore[union-attr]
+                line = await self._reader.readline()
                 if not line:
                     return {}
                 self.said.append(json.loads(line))
@@ -65,36 +55,108 @@ class Process:
 
     async def take(self, ticket: Ticket, rank: int = 0) -> dict[str, Any]:
         """Hand it one more ticket, and wait for the end of that sync."""
-        self.process.stdin.write(  # type: ignore[union-attr]
-            json.dumps(plain(ticket, rank)).encode() + b"\n"
-        )
+        os.write(self._stdin, json.dumps(plain(ticket, rank)).encode() + b"\n")
         return await self.end()
 
     def signal(self, number: int) -> None:
-        """To the program itself, also under a prefix."""
-        pid = next((one["pid"] for one in self.said if "pid" in one), self.process.pid)
-        os.kill(pid, number)
+        """:raises ProcessLookupError: it is gone."""
+        signal.pidfd_send_signal(self._pidfd, number)
 
-    async def gone(self) -> int:
-        """Its exit status, ended by its own or by force."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        try:
-            async with asyncio.timeout(10):
-                return await self.process.wait()
-        except TimeoutError:
+    async def gone(self) -> bool:
+        """Whether it ended by its own, or by a signal sent before; else it is made to."""
+        self._hang_up()
+        by_itself = await self._ended(10.0)
+        if not by_itself:
             self.kill()
-            return await self.process.wait()
+            await self._ended(10.0)
+        return by_itself
 
     def kill(self) -> None:
-        """End it and what it runs."""
-        if self.process.returncode is None:
-            try:
-                for child in psutil.Process(self.process.pid).children(recursive=True):
-                    child.kill()
-            except psutil.NoSuchProcess:  # ended, and not waited for yet
-                return
-            self.process.kill()
+        """End it."""
+        with suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+
+    async def close(self) -> None:
+        """End it, and let go of everything of it."""
+        self._hang_up()
+        self.kill()
+        await self._ended(10.0)
+        os.close(self._pidfd)
+        self._reader._transport.close()  # type: ignore[attr-defined]
+
+    def _hang_up(self) -> None:
+        if self._stdin >= 0:
+            os.close(self._stdin)
+            self._stdin = -1
+
+    async def _ended(self, seconds: float) -> bool:
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._pidfd, over.set)
+        try:
+            async with asyncio.timeout(seconds):
+                await over.wait()
+        except TimeoutError:
+            return False
+        finally:
+            loop.remove_reader(self._pidfd)
+        return True
+
+
+class Zygote:
+    """See zygote.py. ``imports``: what its children find imported."""
+
+    def __init__(self, imports: Sequence[str], prefix: Sequence[str] = ()) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, HERE / "zygote.py", str(theirs.fileno()), *imports],
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+            )
+        self._control = ours
+
+    async def start(self, program: str, options: dict[str, Any]) -> Process:
+        """A process that runs the program."""
+        request = json.dumps([program, options]).encode()
+        (their_in, our_in), (our_out, their_out) = os.pipe(), os.pipe()
+        try:
+            socket.send_fds(self._control, [request], [their_in, their_out])
+        finally:
+            os.close(their_in)
+            os.close(their_out)
+        pid = int(await asyncio.to_thread(self._control.recv, 64))
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=64 << 20)
+        await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(our_out, "rb")
+        )
+        return Process(pid, reader, our_in)
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait(timeout=30)
+
+
+LIGHT = ("msgspec", "asyncio", "hotbunk.rollout.registry", "hotbunk.rollout.intake")
+HEAVY = (
+    *LIGHT,
+    "torch.distributed",
+    "hotbunk.checkpoint_engine.transports.collective.sender",
+    "hotbunk.checkpoint_engine.transports.disk",
+)
+_zygotes: dict[tuple[str, ...], Zygote] = {}
+
+
+def zygote(imports: tuple[str, ...]) -> Zygote:
+    """One a session."""
+    if imports not in _zygotes:
+        _zygotes[imports] = Zygote(imports)
+    return _zygotes[imports]
+
+
+def close_zygotes() -> None:
+    while _zygotes:
+        _zygotes.popitem()[1].close()
 
 
 def plain(ticket: Ticket, rank: int = 0) -> dict[str, Any]:
@@ -122,9 +184,11 @@ class Crew:
         self.last: list[list[Process]] = []  # of the last sync
 
     async def start(
-        self, program: str, options: dict[str, Any], prefix: Sequence[str] = ()
+        self, program: str, options: dict[str, Any], *, torch: bool = True, under: Any = None
     ) -> Process:
-        one = await Process.start(program, options, prefix)
+        """``torch``: the process has it imported already; ``under``: another zygote."""
+        parent = under or zygote(HEAVY if torch else LIGHT)
+        one: Process = await parent.start(program, options)
         self.processes.append(one)
         return one
 
@@ -136,7 +200,9 @@ class Crew:
         return [
             [
                 await self.start(
-                    "receive.py", {**chosen.get((n, rank), {}), "ticket": plain(ticket, rank)}
+                    "receive.py",
+                    {**chosen.get((n, rank), {}), "ticket": plain(ticket, rank)},
+                    torch=ticket.transport == "collective",
                 )
                 for rank in range(ticket.ranks)
             ]
@@ -151,7 +217,7 @@ class Crew:
         *,
         ranks: Sequence[int] = (1,),
         options: Any = None,
-        deadline: float = 30.0,
+        deadline: float = 120.0,
     ) -> tuple[list[list[dict[str, Any]]], HotbunkError | None]:
         """One sync to processes started for it; how it ended for every rank, and for the sender."""
         offer = await transport.offer(source, manifest, ranks=ranks, deadline=deadline)
@@ -171,20 +237,17 @@ class Crew:
 
     async def close(self) -> None:
         for one in self.processes:
-            try:
-                one.signal(signal.SIGCONT)
-            except OSError:
-                pass
-            one.kill()
-            await one.process.wait()
+            await one.close()
 
 
 def open_files() -> set[str]:
-    """What this process has open, by name; connections, too."""
+    """What this process has open, by name, without what leads to processes of a crew."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
-            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+            name = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             continue
+        if "pipe" not in name and "pidfd" not in name:
+            found.add(f"{fd} {name}")
     return found

@@ -58,7 +58,7 @@ async def main() -> None:
         source = Failing(source, options["at"], options["how"])
     manifest = manifest_of(source, step=options.get("step", 1), bucket_bytes=4096)
     offer = await transport.offer(
-        source, manifest, ranks=options["ranks"], deadline=options.get("deadline", 30.0)
+        source, manifest, ranks=options["ranks"], deadline=options.get("deadline", 120.0)
     )
     say(tickets=[[t.transport, t.address, t.ranks] for t in offer.tickets], pid=os.getpid())
     try:

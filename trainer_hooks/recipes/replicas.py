@@ -1,0 +1,77 @@
+"""The engines of a run: here, or in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+
+from hotbunk.rollout import process
+from hotbunk.rollout.handle import LocalHandle, ReplicaHandle
+from hotbunk.rollout.process import ProcessHandle, ReplicaSpec
+from hotbunk.rollout.registry import create_backend
+from hotbunk.rollout.replica import Replica
+from hotbunk.rollout.status import Deadlines
+from hotbunk.trainer_hooks.recipes.config import RolloutConfig
+
+THREADS = "HOTBUNK_TORCH_THREADS"
+
+
+async def start_replicas(
+    config: RolloutConfig, options: Mapping[str, Any], stack: AsyncExitStack
+) -> list[ReplicaHandle]:
+    """Start ``config.replicas`` of them; the stack closes them, also when one does not start.
+
+    :raises HotbunkError: what kept the first of them that did not start.
+    """
+    names = [f"replica{number}" for number in range(config.replicas)]
+    deadlines = Deadlines(hold=config.hold_deadline)
+    if not config.process:
+        handles: list[ReplicaHandle] = []
+        for name in names:
+            replica = Replica(
+                create_backend(config.name, **options), name=name, deadlines=deadlines
+            )
+            stack.push_async_callback(replica.close)
+            await replica.start()
+            handles.append(LocalHandle(replica))
+        return handles
+    stack.callback(process.trim)
+    spec = ReplicaSpec(
+        config.name,
+        options,
+        deadlines=deadlines,
+        data_parallel=config.data_parallel,
+        env={THREADS: str(config.threads)} if config.threads else {},
+        setup=f"{__name__}:set_threads" if config.threads else "",
+    )
+    starting = [
+        asyncio.ensure_future(process.start(msgspec.structs.replace(spec, name=name)))
+        for name in names
+    ]
+    try:
+        started = await asyncio.gather(*starting, return_exceptions=True)
+    except asyncio.CancelledError:
+        started = await asyncio.gather(*starting, return_exceptions=True)
+        for handle in started:
+            if isinstance(handle, ProcessHandle):
+                await handle.close()
+        raise
+    for handle in started:
+        if isinstance(handle, ProcessHandle):
+            stack.push_async_callback(handle.close)
+    for handle in started:
+        if isinstance(handle, BaseException):
+            raise handle
+    return [handle for handle in started if isinstance(handle, ProcessHandle)]
+
+
+def set_threads() -> None:
+    """In an engine's process: as many threads of torch as its trainer said."""
+    import torch
+
+    torch.set_num_threads(int(os.environ[THREADS]))
