@@ -51,7 +51,7 @@ class Member:
 class Stream:
     """Receivers that get the same buckets, of at most ``room`` bytes.
 
-    :param batch: bytes of source tensors that are held before they are copied.
+    :param batch: bytes of source tensors that are held before they are copied (default: ``room``).
     :param halves: where buckets are packed; none if every member is written in place.
     """
 
@@ -59,13 +59,14 @@ class Stream:
         self,
         want: tuple[Want, ...],
         room: int,
-        batch: int,
         members: Sequence[Member],
         halves: Sequence[torch.Tensor],
+        *,
+        batch: int | None = None,
     ) -> None:
         self.want = want
         self.room = room
-        self.batch = batch
+        self.batch = room if batch is None else batch
         self.members = list(members)
         self.halves = list(halves)
         self.table = cut(want, room)

@@ -464,7 +464,7 @@ class _Party:
         room = self.room
         tensors = [half[:room] for half in halves.tensors()] if halves else []
         members = [peer.member for peer in self.peers if peer.member is not None]
-        return Stream(self.want, room, self.batch, members, tensors)
+        return Stream(self.want, room, members, tensors, batch=self.batch)
 
     def go(self) -> None:
         """Tell them. An arena is not written to before its receiver pulls."""
