@@ -42,13 +42,14 @@ def has_steps(run: Path) -> bool:
 )
 def test_it_learns_with_its_engines_elsewhere(more: tuple[str, ...], tmp_path: Path) -> None:
     """Every token's log-prob agrees with the trainer's: the weights arrived, whole, everywhere."""
-    out = tmp_path / "run"
+    out, temporary = tmp_path / "run", tmp_path / "temporary"
+    temporary.mkdir()
     done = subprocess.run(
         command(out, "steps=3", *more),
         capture_output=True,
         text=True,
         timeout=110,
-        env=ENV,
+        env=ENV | {"TMPDIR": str(temporary)},
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -56,6 +57,7 @@ def test_it_learns_with_its_engines_elsewhere(more: tuple[str, ...], tmp_path: P
     assert [line["rollout/version"] for line in metrics] == [0, 1, 2]
     assert {line["rollout/logprob_mismatches"] for line in metrics} == {0}
     assert {line["memory/weights_bytes_asleep"] for line in metrics} == {0}
+    assert list(temporary.glob("hotbunk-*")) == [], "sockets' directories are left behind"
 
 
 def test_kill_9_takes_the_engines_along(tmp_path: Path) -> None:

@@ -133,9 +133,11 @@ class _Job:
             log.warning("the engine's memory is not released: %s", able.how)
             frees = False
         meter = MemoryMeter(handles, pool, recorder)
+        transport = _transport(config.transport, pool, meter)
+        stack.push_async_callback(transport.close)
         manager = CheckpointEngineManager(
             handles,
-            _transport(config.transport, pool, meter),
+            transport,
             deployment=config.rollout.deployment,
             policy=config.sync,
             free_cache_engine=frees,
