@@ -312,3 +312,36 @@ def test_kill_9_leaves_whole_lines_and_no_files(tmp_path: Path) -> None:
     resumed = hotbunk("train", f"resume={out}", f"steps={len(rows) + 3}")
     assert resumed.returncode == 0, resumed.stderr
     assert [row["step"] for row in lines(out)] == list(range(len(rows) + 3))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_closes_its_transport(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Groups, sockets and memory that it keeps from sync to sync go with the run."""
+    import asyncio
+
+    from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
+    from hotbunk.rollout.errors import TrainerFailed
+    from hotbunk.trainer_hooks.recipes import config
+    from hotbunk.trainer_hooks.recipes.preflight import plan_run
+    from hotbunk.trainer_hooks.recipes.train import train
+
+    closed: list[NaiveTransport] = []
+
+    async def close(self: NaiveTransport) -> None:
+        closed.append(self)
+
+    def on_step(metrics: object) -> None:
+        if fails:
+            raise TrainerFailed("the loop breaks")
+
+    monkeypatch.setattr(NaiveTransport, "close", close)
+    settings = config.load([f"out={tmp_path / 'run'}", "steps=1", *SMALL])
+    job = train(plan_run(settings, resume=False), on_step=on_step)
+    if fails:
+        with pytest.raises(TrainerFailed):
+            asyncio.run(job)
+    else:
+        asyncio.run(job)
+    assert len(closed) == 1
