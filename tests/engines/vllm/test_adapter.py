@@ -238,8 +238,8 @@ async def test_an_engine_that_dies_is_lost_and_says_so(
     running = asyncio.create_task(collect(replica.generate(ask(prompt, 500))))
     await asyncio.sleep(0.1)
     os.kill(untied._where["pid"], signal.SIGKILL)
-    with pytest.raises(errors.ReplicaLost):
-        await running
+    cut = await running  # the tokens it has had stand, and it may be sent elsewhere
+    assert (cut.finish_reason, cut.retryable) == (FinishReason.ABORT, True)
     await replica.status()
     assert replica.health is Health.LOST
     with pytest.raises(errors.ReplicaLost):
