@@ -22,6 +22,7 @@ from hotbunk.rollout.backends.vllm import compat
 from hotbunk.rollout.backends.vllm.engine import VllmEngine
 from hotbunk.rollout.backends.vllm.update import Staging
 from hotbunk.rollout.contract import (
+    FinishReason,
     GenerateRequest,
     Sampling,
     Scope,
