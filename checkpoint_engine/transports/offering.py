@@ -184,10 +184,11 @@ class Party:
 
     async def wait(self, what: Awaitable[object], seconds: float) -> bool:
         """Await something unless the party leaves; False: not in time. :raises Left: it left."""
-        self._still_here()
+        # A task before anything can raise: whatever is not awaited here is cancelled here.
         task = asyncio.ensure_future(what)
         left = asyncio.ensure_future(self._left.wait())
         try:
+            self._still_here()
             await asyncio.wait(
                 {task, left}, timeout=max(seconds, 0), return_when=asyncio.FIRST_COMPLETED
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Mapping
 
 from hotbunk.checkpoint_engine.transports.control import (
     Abort,
@@ -25,7 +24,6 @@ from hotbunk.checkpoint_engine.transports.control import (
 )
 from hotbunk.rollout.contract import (
     ArenaHandle,
-    Bucket,
     Manifest,
     ReceiverLayout,
     Ticket,
@@ -171,12 +169,6 @@ class ReceivingTransfer(Transfer):
             raise self.over(said, "accept", UpdateRefused if refused else TransferFailed)
         await self.begin(said.data, layout)
         return False
-
-    def buckets(self) -> AsyncIterator[Bucket]:
-        raise NotImplementedError
-
-    async def fingerprints(self) -> Mapping[str, int]:
-        raise NotImplementedError
 
     async def commit(self) -> None:
         await self.say(Vote())

@@ -293,3 +293,24 @@ async def test_two_network_namespaces(
         for one in living:
             one.kill()
         there.close()
+
+
+async def test_what_was_made_for_a_party_that_is_out_is_cancelled_not_forgotten() -> None:
+    """It left just before it was to be heard: a coroutine that nobody awaits would warn, later."""
+    import gc
+
+    from hotbunk.checkpoint_engine.transports.offering import Left, Party
+
+    party = Party(0, 1, 1.0)
+    party.done = True
+
+    async def never() -> None:
+        raise AssertionError
+
+    coroutine = never()
+    with pytest.raises(Left):
+        await party.wait(coroutine, 1.0)
+    await asyncio.sleep(0)
+    assert coroutine.cr_frame is None, "it is neither run nor closed"
+    del coroutine
+    gc.collect()

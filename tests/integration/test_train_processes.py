@@ -14,12 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from hotbunk.rollout.registry import TRANSPORTS, names
-
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "NO_COLOR": "1"}
 SMALL = ("trainer.prompts=4", "trainer.group_size=4", "strict=true")
 APART = ("transport=shm", "rollout.process=true")
-pytestmark = pytest.mark.skipif("shm" not in names(TRANSPORTS), reason="no shm transport")
 
 
 def command(out: Path, *args: str) -> list[str]:
