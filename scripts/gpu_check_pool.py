@@ -237,7 +237,9 @@ def engine_sleeps_and_wakes() -> str:
         await replica.start()
 
         async def tokens() -> tuple[int, ...]:
-            request = GenerateRequest("r", (1, 5, 9, 12), Sampling(0.0, max_tokens=24))
+            request = GenerateRequest(
+                "r", (1, 5, 9, 12), Sampling(0.0, max_tokens=24, ignore_eos=True)
+            )
             return tuple((await collect(replica.generate(request))).token_ids)
 
         first = await tokens()
@@ -279,6 +281,7 @@ def tiny_model(directory: str) -> None:
         num_key_value_heads=2,
         max_position_embeddings=512,
     )
+    torch.manual_seed(0)  # the same model each time
     LlamaForCausalLM(config).save_pretrained(directory)
 
 
