@@ -1,8 +1,9 @@
 // Private anonymous memory of this process, in huge pages from a threshold on.
 //
-// Memory is made populated at an address of its own and moved into its range by mremap, and out of
-// it again. So "create everything, then map everything" means here what it means on a GPU, and a
-// release that fails half way moves pages back instead of having lost them.
+// Memory is made populated at an address of its own and moved into its range by mremap. So "create
+// everything, then map everything" means here what it means on a GPU. Unmapping fences the pages
+// where they are, and only destroying drops them: a release that fails half way lifts the fences
+// again instead of having lost the content.
 #include <sys/mman.h>
 
 #include <atomic>
@@ -11,10 +12,6 @@
 #include "driver.h"
 #include "parallel.h"
 #include "ranges.h"
-
-#ifndef MREMAP_DONTUNMAP
-#define MREMAP_DONTUNMAP 4
-#endif
 
 namespace hb {
 namespace {
@@ -58,13 +55,22 @@ class HostDriver : public Driver {
       madvise(pointer(handle + at), n, MADV_DONTNEED);
       return 0;
     });
-    if (munmap(pointer(handle), size)) return Status::system("munmap", errno);
+    // What was fenced lies in its range still, which keeps its addresses.
+    uint64_t start = 0;
+    int extra = 0;
+    if (ranges_.find(handle, &start, &extra)) {
+      if (map_nothing(pointer(handle), size, MAP_FIXED) == MAP_FAILED)
+        return Status::system("mmap", errno);
+    } else if (munmap(pointer(handle), size)) {
+      return Status::system("munmap", errno);
+    }
     return {};
   }
 
   Status map(uint64_t address, uint64_t size, uint64_t *handle) override {
     if (mprotect(pointer(*handle), size, PROT_READ | PROT_WRITE))
       return Status::system("mprotect", errno);
+    if (*handle == address) return {};  // it was fenced here
     if (mremap(pointer(*handle), size, size, MREMAP_MAYMOVE | MREMAP_FIXED, pointer(address)) ==
         MAP_FAILED)
       return Status::system("mremap", errno);
@@ -72,18 +78,8 @@ class HostDriver : public Driver {
     return {};
   }
 
-  Status unmap(uint64_t address, uint64_t size, uint64_t *handle) override {
-    void *there = spare(size);
-    if (there == MAP_FAILED) return Status::system("mmap", errno);
-    // Fenced first: nobody may write into pages that are about to move.
-    int error = mprotect(pointer(address), size, PROT_NONE) ? errno : 0;
-    if (!error && !move_out(address, size, there)) error = errno;
-    if (error) {
-      mprotect(pointer(address), size, PROT_READ | PROT_WRITE);
-      munmap(there, size);
-      return Status::system("mremap", error);
-    }
-    *handle = reinterpret_cast<uint64_t>(there);
+  Status unmap(uint64_t address, uint64_t size, uint64_t *) override {
+    if (mprotect(pointer(address), size, PROT_NONE)) return Status::system("mprotect", errno);
     return {};
   }
 
@@ -131,16 +127,6 @@ class HostDriver : public Driver {
     if (at > start) munmap(base, at - start);
     if (start + span > at + size) munmap(pointer(at + size), start + span - at - size);
     return pointer(at);
-  }
-
-  static bool move_out(uint64_t address, uint64_t size, void *there) {
-    int flags = MREMAP_MAYMOVE | MREMAP_FIXED;
-    // The range keeps its addresses, so that no other mapping can land there meanwhile.
-    if (mremap(pointer(address), size, size, flags | MREMAP_DONTUNMAP, there) != MAP_FAILED)
-      return true;
-    if (errno != EINVAL) return false;  // EINVAL: a kernel before 5.7
-    if (mremap(pointer(address), size, size, flags, there) == MAP_FAILED) return false;
-    return map_nothing(pointer(address), size, MAP_FIXED) != MAP_FAILED;
   }
 
   static Status short_of(uint64_t size, uint64_t free, int error) {
