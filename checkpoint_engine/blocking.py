@@ -171,6 +171,9 @@ class BlockingManager:
     def adopt(self) -> Version | None:
         return self._thread.run(self.manager.adopt)
 
+    def catch_up(self, replicas: Collection[str] | None = None) -> SyncReport:
+        return self._thread.run(lambda: self.manager.catch_up(replicas))
+
     def update_weights(
         self,
         source: WeightSource,

@@ -13,40 +13,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from hotbunk.checkpoint_engine.members import Adapters, Members
+from hotbunk.checkpoint_engine.fleet import Fleet
+from hotbunk.checkpoint_engine.lazy import Lagging
+from hotbunk.checkpoint_engine.members import Adapters
 from hotbunk.checkpoint_engine.observe import Observer, Unobserved
-from hotbunk.checkpoint_engine.policy import Outcome, SyncPolicy, SyncReport
+from hotbunk.checkpoint_engine.policy import Outcome, ReplicaOutcome, SyncPolicy, SyncReport
 from hotbunk.checkpoint_engine.ranks import Led, OneRank, TrainerRanks, follow
+from hotbunk.checkpoint_engine.rounds import Rounds
 from hotbunk.checkpoint_engine.source import WeightSource
-from hotbunk.checkpoint_engine.transaction import LetGo, Part, Run, Transaction, trainer_failed
-from hotbunk.checkpoint_engine.transports.base import Transport
+from hotbunk.checkpoint_engine.transaction import LetGo, Part, trainer_failed
+from hotbunk.checkpoint_engine.transports.base import Published, Transport
+from hotbunk.checkpoint_engine.turns import Waiting
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import (
     FULL,
-    AbortReport,
+    TARGET,
     Deployment,
     MemoryReport,
-    PauseMode,
-    PauseReport,
     Retention,
     Scope,
     ScopeKind,
     Version,
 )
-from hotbunk.rollout.gate import CALLER, SYNC
 from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.status import Health, ReplicaStatus
 
-T = TypeVar("T")
 
-
-class CheckpointEngineManager:
+class CheckpointEngineManager(Fleet):
     """Sleeps, wakes and updates a set of replicas for one trainer.
 
     Holds no truth about a replica that the replica does not hold itself: a manager that died is
@@ -73,97 +71,18 @@ class CheckpointEngineManager:
         self.ranks = ranks or OneRank()
         if replicas and not self.ranks.leads:
             raise errors.UsageError("only trainer rank 0 has replicas; give the others none")
-        self._members = Members(replicas)
+        super().__init__(replicas, free_cache_engine=free_cache_engine)
         self.transport = transport
         self.deployment = deployment
         self.policy = policy or SyncPolicy()
-        self.free_cache_engine = free_cache_engine
         self._observer = observer or Unobserved()
-        self._turn = asyncio.Lock()  # verbs that change replicas, one at a time
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[Waiting] = []
         self._adapters = Adapters()
-
-    @property
-    def replicas(self) -> list[ReplicaHandle]:
-        """Every replica there is now."""
-        return self._members.handles()
-
-    @property
-    def version(self) -> Version | None:
-        """The newest version that some replica committed."""
-        return self._members.current
+        self._lagging = Lagging(self._members, self._turns, self._take)
 
     @property
     def _sleeps(self) -> bool:
         return self.free_cache_engine and self.deployment is not Deployment.STANDALONE
-
-    # -- who is there -------------------------------------------------------------------------
-
-    def routable(self) -> tuple[ReplicaHandle, ...]:
-        """Replicas that serve the current version. One that was removed never is among them."""
-        return self._members.routable()
-
-    async def add_replica(self, handle: ReplicaHandle) -> None:
-        """Take one more in. It is routable from the first sync on that brings it up to date.
-
-        :raises UsageError: the name is taken.
-        """
-        self._members.add(handle)
-        self._members.saw(await handle.status())
-
-    async def remove_replica(self, name: str, *, drain: float = 0.0) -> ReplicaHandle:
-        """Take one out, and turn away who comes to it still. It is not closed.
-
-        ``drain``: seconds that running requests may take to finish; then they are aborted.
-
-        :raises UsageError: no replica of that name.
-        """
-        handle = self._members.remove(name)
-        mode = PauseMode.WAIT if drain else PauseMode.ABORT
-        try:
-            await handle.pause_generation(mode, reject=True, deadline=drain or None)
-        except errors.RequestsInFlight:
-            await handle.pause_generation(PauseMode.ABORT, reject=True)
-        except errors.ReplicaLost:
-            pass  # nobody comes to it any more
-        return handle
-
-    async def adopt(self) -> Version | None:
-        """Take the replicas' word for what they hold, as a restarted manager must; the newest."""
-        for status in await self.statuses():
-            self._members.saw(status)
-        return self.version
-
-    def next_version(self, step: int) -> Version:
-        """The version of a trainer's step: a new incarnation if the trainer went back."""
-        newest = self.version
-        if newest is None:
-            return Version(0, step)
-        return Version(newest.incarnation + (step <= newest.step), step)
-
-    async def statuses(self) -> list[ReplicaStatus]:
-        """Every replica's own word. A restarted manager continues from here."""
-        return list(await asyncio.gather(*(h.status() for h in self.replicas)))
-
-    async def newest_version(self) -> Version | None:
-        """The highest version any replica holds: where a restarted trainer continues."""
-        held = [v for s in await self.statuses() for v in s.versions.values()]
-        return max(held, default=None)
-
-    async def resolve(self, report: SyncReport) -> SyncReport:
-        """The report, with what was in doubt asked again."""
-        outcomes = []
-        for one in report.outcomes:
-            handle = self._members.get(one.replica)
-            if one.outcome is Outcome.IN_DOUBT and handle is not None:
-                status = await handle.status()
-                self._members.saw(status)
-                has_it = report.version in status.versions.values()
-                one = msgspec.structs.replace(
-                    one, outcome=_found(status, has_it), version=report.version if has_it else None
-                )
-            outcomes.append(one)
-        return msgspec.structs.replace(report, outcomes=tuple(outcomes))
 
     # -- sleep and wake -----------------------------------------------------------------------
 
@@ -182,7 +101,7 @@ class CheckpointEngineManager:
                 else "free_cache_engine is off"
             )
             return {h.name: MemoryReport(emulated=f"no-op: {why}") for h in self.replicas}
-        async with self._turn:
+        async with self._turns.fleet():
             with self._observer.phase("sleep"):
                 reports = await self._all(lambda h: h.sleep(self._level(h), mode=self.policy.pause))
             await self._meet("slept")
@@ -201,71 +120,49 @@ class CheckpointEngineManager:
         """
         if not self._sleeps:
             return {h.name: MemoryReport(emulated="no-op") for h in self.replicas}
-        async with self._turn:
+        async with self._turns.fleet():
             await self._meet("may wake")  # no trainer rank still uses the device
             with self._observer.phase("wake_kv"):
-                return await self._all(lambda h: h.wake_up(None))
+                return await self._all(self._wake)
 
-    # -- the single steps, for loops that sync in their own way -------------------------------
+    async def _wake(self, handle: ReplicaHandle) -> MemoryReport:
+        """Awake, and at the newest version that is published, if one is."""
+        if self._lagging.shelf is not None:
+            status = await handle.status()
+            if status.is_sleeping and not self._members.has_current(status):
+                report = await self._take([handle], self.policy)
+                if not report.ok:
+                    raise _failed(report)
+                return await handle.memory()
+        return await handle.wake_up(None)
 
-    async def pause_replicas(
-        self,
-        mode: PauseMode = PauseMode.ABORT,
-        *,
-        clear_cache: bool = True,
-        owner: str = CALLER,
-        deadline: float | None = None,
-    ) -> dict[str, PauseReport]:
-        """Hold generation shut everywhere; returns when no step runs anywhere."""
-        return await self._all(
-            lambda h: h.pause_generation(
-                mode, clear_cache=clear_cache, owner=owner, deadline=deadline
-            )
-        )
+    async def add_replica(self, handle: ReplicaHandle) -> None:
+        await super().add_replica(handle)
+        self._lagging.follow(handle)
 
-    async def resume_generation_replicas(self, *, owner: str = CALLER) -> None:
-        """End the owner's pause everywhere."""
-        await self._all(lambda h: h.resume_generation(owner=owner))
+    async def remove_replica(self, name: str, *, drain: float = 0.0) -> ReplicaHandle:
+        self._lagging.leave(name)
+        return await super().remove_replica(name, drain=drain)
 
-    async def abort_replicas(
-        self, request_ids: Sequence[str] | None = None
-    ) -> dict[str, AbortReport]:
-        """End these requests wherever they are. Does not wait for a sync, nor hold anybody up."""
-        return await self._all(lambda h: h.abort(request_ids))
-
-    async def release_kv_replicas(self, *, keep_kv: bool = False) -> dict[str, MemoryReport]:
-        """Give KV memory back, once *every* replica stands still; weights stay."""
-        if not self.free_cache_engine:
-            return {h.name: MemoryReport(emulated="no-op") for h in self.replicas}
-        async with self._turn, self._still():
-            return await self._all(lambda h: h.release_kv_cache(keep_kv=keep_kv))
-
-    async def resume_kv_replicas(self) -> dict[str, MemoryReport]:
-        """Map KV memory again, empty."""
-        if not self.free_cache_engine:
-            return {h.name: MemoryReport(emulated="no-op") for h in self.replicas}
-        async with self._turn:
-            return await self._all(lambda h: h.resume_kv_cache())
-
-    @asynccontextmanager
-    async def _still(self) -> AsyncIterator[None]:
-        """Every replica stands still inside; who froze requests finds them frozen."""
-
-        async def pause(handle: ReplicaHandle) -> None:
-            held = (await handle.status()).pauses
-            keep = any(pause.mode is PauseMode.KEEP for pause in held)
-            mode = PauseMode.KEEP if keep else PauseMode.WAIT
-            await handle.pause_generation(mode, clear_cache=False, owner=SYNC)
-
-        try:
-            await self._all(pause)
-            yield
-        finally:
-            await self._all(lambda h: h.resume_generation(owner=SYNC))
+    async def resolve(self, report: SyncReport) -> SyncReport:
+        """The report, with what was in doubt asked again."""
+        outcomes = []
+        for one in report.outcomes:
+            handle = self._members.get(one.replica)
+            if one.outcome is Outcome.IN_DOUBT and handle is not None:
+                status = await handle.status()
+                self._members.saw(status)
+                has_it = report.version in status.versions.values()
+                one = msgspec.structs.replace(
+                    one, outcome=_found(status, has_it), version=report.version if has_it else None
+                )
+            outcomes.append(one)
+        return msgspec.structs.replace(report, outcomes=tuple(outcomes))
 
     async def close(self) -> None:
         """Close every replica, and let go of what the transport kept."""
         try:
+            await self._lagging.close()
             await self._all(lambda h: h.close())
         finally:
             await self.transport.close()
@@ -289,6 +186,9 @@ class CheckpointEngineManager:
         trainer gives its memory back there. With several trainer ranks all call this together, and
         no KV cache is mapped before all have let go.
 
+        ``lazy``: returns when the version is published and those too far behind have it; the others'
+        outcomes are ``deferred``. The source is not read any more after that.
+
         Syncs are made one at a time. Of several that wait, only the newest full one is made: the
         others return with ``superseded_by`` set, and do not let go.
 
@@ -296,7 +196,10 @@ class CheckpointEngineManager:
         replica is as it was, or poisoned.
 
         :raises SyncFailed: not every replica committed; carries the report with each outcome.
-        :raises UsageError: ``rolling`` with a trainer that must let go, or an unknown name.
+        :raises UsageError: ``rolling`` or ``lazy`` with a trainer that must let go; ``lazy`` with
+            anything but a whole model; or an unknown name.
+        :raises Unsupported, VersionRegression, TrainerFailed, TransferFailed: ``lazy``: it cannot be
+            published. Nothing changed.
         """
         part = Part(source, version, scope, metadata or {})
         return await self._update([part], policy, let_go, replicas)
@@ -348,11 +251,11 @@ class CheckpointEngineManager:
                 remedy="use strategy=all where the trainer shares the device",
             )
         began = time.perf_counter()
-        mine = _Waiting(parts)
+        mine = Waiting(parts)
         self._waiting.append(mine)
         try:
             mine.meets(self._waiting)
-            async with self._turn:
+            async with self._turns.fleet():
                 if mine.superseded_by is not None:
                     return _superseded(mine, began)
                 # It is not waiting any more: a later one must come after it.
@@ -363,9 +266,7 @@ class CheckpointEngineManager:
             if mine in self._waiting:
                 self._waiting.remove(mine)
         if not report.ok:
-            raise errors.SyncFailed(
-                f"version {report.version} did not reach every replica: {report.summary()}", report
-            )
+            raise _failed(report)
         return report
 
     async def _sync(
@@ -382,38 +283,114 @@ class CheckpointEngineManager:
                 msgspec.structs.replace(part, source=led.source(n, part.source))
                 for n, part in enumerate(parts)
             ]
-        version = parts[-1].version
-        of_base = [p.version for p in parts if p.scope.kind is not ScopeKind.ADAPTER]
-        k = policy.at_once(len(handles))
-        runs: list[Run] = []
-        phases: dict[str, float] = {}
+        rounds = self._rounds(policy)
+        more: list[ReplicaOutcome] = []
         word = "was stopped"
         try:
-            for first in range(0, len(handles), k):
-                transaction = Transaction(
-                    handles[first : first + k],
-                    self.transport,
-                    policy,
-                    sleeps=self._sleeps,
-                    frees=self.free_cache_engine,
-                    observer=self._observer,
-                )
-                try:
-                    await transaction.run(parts, self._together(led, let_go))
-                finally:
-                    runs += transaction.runs
-                    for name, seconds in transaction.phases.items():
-                        phases[name] = phases.get(name, 0.0) + seconds
+            if policy.lazy:
+                handles, more = await self._published(parts, policy, handles, rounds)
+            elif parts[-1].scope.kind is ScopeKind.FULL:
+                self._lagging.forget()
+            shelf = self._lagging.shelf if policy.lazy else None
+            if shelf is not None:
+                await rounds.run(handles, shelf, [shelf.part], None)
+            else:
+                await rounds.run(handles, self.transport, parts, self._together(led, let_go))
             word = "ended"
         finally:
             if led is not None:
                 await asyncio.to_thread(led.finish)
                 await asyncio.to_thread(self.ranks.tell, word)
-            for run in runs:
-                self._members.ended(run, of_base[-1] if of_base else None)
-        seconds = time.perf_counter() - began
-        phases["other"] = seconds - sum(phases.values())
-        return SyncReport(version, tuple(r.result(version) for r in runs), phases, seconds)
+            rounds.tell(self._members, parts)
+        return rounds.report(parts[-1], began, more)
+
+    # -- in their own time --------------------------------------------------------------------
+
+    @property
+    def taken(self) -> tuple[SyncReport, ...]:
+        """What replicas did of themselves under ``lazy``, the last hundred, oldest first."""
+        return tuple(self._lagging.reports)
+
+    async def catch_up(
+        self, replicas: Collection[str] | None = None, policy: SyncPolicy | None = None
+    ) -> SyncReport:
+        """Bring every replica (or those named) to the newest published version now.
+
+        :raises SyncFailed: not every one committed.
+        :raises SessionError: nothing is published.
+        :raises UsageError: an unknown name.
+        """
+        async with self._turns.fleet():
+            report = await self._take(self._members.handles(replicas), policy or self.policy)
+        if not report.ok:
+            raise _failed(report)
+        return report
+
+    async def _take(self, handles: Sequence[ReplicaHandle], policy: SyncPolicy) -> SyncReport:
+        shelf = self._lagging.shelf
+        if shelf is None:
+            raise errors.SessionError(
+                "no version is published", remedy="sync with strategy=lazy first"
+            )
+        rounds = self._rounds(policy)
+        try:
+            await rounds.run(handles, shelf, [shelf.part], None)
+        finally:
+            rounds.tell(self._members, [shelf.part])
+        return rounds.report(shelf.part)
+
+    async def _published(
+        self,
+        parts: Sequence[Part],
+        policy: SyncPolicy,
+        handles: Sequence[ReplicaHandle],
+        rounds: Rounds,
+    ) -> tuple[list[ReplicaHandle], list[ReplicaOutcome]]:
+        """Publish. Who must have it at once, and the outcomes of all others."""
+        part = parts[-1]
+        if len(parts) > 1 or part.scope.kind is not ScopeKind.FULL:
+            raise errors.UsageError(
+                "strategy=lazy brings whole models only", remedy="use strategy=all for this sync"
+            )
+        if self.version is not None and part.version < self.version:
+            raise errors.VersionRegression(self.version, part.version)
+        began = time.perf_counter()
+        with self._observer.phase("publish"):
+            self._lagging.put(await self._put(part, policy), policy)
+        rounds.took("publish", time.perf_counter() - began)
+        said = await asyncio.gather(*(h.status() for h in handles), return_exceptions=True)
+        at_once: list[ReplicaHandle] = []
+        others: list[ReplicaOutcome] = []
+        for handle, status in zip(handles, said, strict=True):
+            if isinstance(status, BaseException) or not self._members.may_wait(status):
+                at_once.append(handle)
+                continue
+            held = status.versions.get(TARGET)
+            done = held == part.version and not status.is_sleeping
+            outcome = Outcome.COMMITTED if done else Outcome.DEFERRED
+            others.append(ReplicaOutcome(handle.name, outcome, held))
+            self._members.saw(status)
+            if not done:
+                self._lagging.follow(handle)
+        return at_once, others
+
+    async def _put(self, part: Part, policy: SyncPolicy) -> Published:
+        """:raises TrainerFailed: the source broke; nothing changed."""
+        try:
+            async with asyncio.timeout(policy.deadline):
+                return await self.transport.publish(part.source, part.manifest(policy))
+        except errors.HotbunkError:
+            raise
+        except TimeoutError as error:
+            raise errors.DeadlineExceeded("publishing", policy.deadline) from error
+        # A boundary: trainers raise what their own libraries raise.
+        except Exception as error:
+            raise trainer_failed(error) from error
+
+    def _rounds(self, policy: SyncPolicy) -> Rounds:
+        return Rounds(
+            policy, sleeps=self._sleeps, frees=self.free_cache_engine, observer=self._observer
+        )
 
     # -- several trainer ranks ----------------------------------------------------------------
 
@@ -460,37 +437,14 @@ class CheckpointEngineManager:
         if self.ranks.world > 1:
             await asyncio.to_thread(self.ranks.barrier, name)
 
-    async def _all(self, verb: Callable[[ReplicaHandle], Awaitable[T]]) -> dict[str, T]:
-        """The verb on every replica. :raises: the first failure, after every one was tried."""
-        handles = self.replicas
-        results = await asyncio.gather(*(verb(h) for h in handles), return_exceptions=True)
-        done: dict[str, T] = {}
-        for handle, result in zip(handles, results, strict=True):
-            if isinstance(result, BaseException):
-                raise result
-            done[handle.name] = result
-        return done
+
+def _failed(report: SyncReport) -> errors.SyncFailed:
+    return errors.SyncFailed(
+        f"version {report.version} did not reach every replica: {report.summary()}", report
+    )
 
 
-class _Waiting:
-    """A sync that waits for its turn."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.version = parts[-1].version
-        self.kinds = {part.scope.kind for part in parts}
-        self.superseded_by: Version | None = None
-
-    def meets(self, waiting: Sequence[_Waiting]) -> None:
-        """Of two full ones the older is not made: the newer brings everything it would."""
-        for other in waiting:
-            if other is self or self.kinds | other.kinds != {ScopeKind.FULL}:
-                continue
-            older, newer = sorted((self, other), key=lambda w: w.version)
-            if older.version < newer.version:
-                older.superseded_by = max(newer.version, older.superseded_by or newer.version)
-
-
-def _superseded(waiting: _Waiting, began: float) -> SyncReport:
+def _superseded(waiting: Waiting, began: float) -> SyncReport:
     seconds = time.perf_counter() - began
     return SyncReport(waiting.version, (), {"other": seconds}, seconds, waiting.superseded_by)
 

@@ -9,6 +9,7 @@ from hotbunk.checkpoint_engine.policy import Outcome, SyncReport
 from hotbunk.checkpoint_engine.transaction import Run
 from hotbunk.rollout.contract import TARGET, Version
 from hotbunk.rollout.errors import UsageError, closest
+from hotbunk.rollout.gate import SYNC
 from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.status import Health, ReplicaStatus
 
@@ -44,6 +45,7 @@ class Members:
 
     def __init__(self, handles: Sequence[ReplicaHandle]) -> None:
         self.current: Version | None = None
+        self.max_lag = 0  # steps a routable replica may serve behind the current version
         self._handles: dict[str, ReplicaHandle] = {}
         self._serves: dict[str, Version | None] = {}
         names = [handle.name for handle in handles]
@@ -78,12 +80,38 @@ class Members:
         return [h for name, h in self._handles.items() if names is None or name in names]
 
     def routable(self) -> tuple[ReplicaHandle, ...]:
-        """Those that serve the current version."""
+        """Those that serve the current version, or one that may lag so far."""
         return tuple(
             handle
             for name, handle in self._handles.items()
-            if self._serves[name] is not None and self._serves[name] == self.current
+            if self.near(self._serves[name], self.current)
         )
+
+    def near(self, serves: Version | None, wanted: Version | None) -> bool:
+        """Whether who serves ``serves`` need not be brought to ``wanted`` at once."""
+        if serves is None or wanted is None or serves.incarnation != wanted.incarnation:
+            return False
+        return 0 <= wanted.step - serves.step <= self.max_lag
+
+    def serves(self) -> dict[str, Version | None]:
+        """Each one's version, by name."""
+        return dict(self._serves)
+
+    def has_current(self, status: ReplicaStatus) -> bool:
+        """Whether a replica says that it holds the current version."""
+        return self.current is not None and status.versions.get(TARGET) == self.current
+
+    def may_wait(self, status: ReplicaStatus) -> bool:
+        """Whether a replica may take the current version in its own time."""
+        if status.health is not Health.OK or any(p.owner == SYNC for p in status.pauses):
+            return False  # an earlier sync went wrong there
+        if status.is_sleeping:
+            return True  # it serves nobody
+        return status.servable and self.near(status.versions.get(TARGET), self.current)
+
+    def published(self, version: Version, max_lag: int) -> None:
+        """``version`` is there for whoever takes it; it is the current one from now on."""
+        self.current, self.max_lag = version, max_lag
 
     def saw(self, status: ReplicaStatus) -> None:
         """A replica's own word."""

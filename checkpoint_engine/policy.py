@@ -14,6 +14,7 @@ from hotbunk.rollout.errors import ConfigError
 from hotbunk.rollout.status import TimelineEvent
 
 _ROLLING = re.compile(r"rolling\((\d+)\)")
+LAZY = "lazy"
 CONTROL = 180.0  # seconds for the steps around an update: pauses, memory verbs
 
 
@@ -33,12 +34,22 @@ class ReleaseKV(StrEnum):
     NEVER = "never"
 
 
+class OnFailure(StrEnum):
+    """What becomes of a replica that was rolled back while others have the new version."""
+
+    KEEP = "keep"  # it serves its old version to whoever comes to it; it is not routable
+    FENCE = "fence"  # it is held shut until a sync commits there
+
+
 class SyncPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One value, everywhere a sync is asked for.
 
     ``pause`` is what happens to requests that run; ``clear_cache`` whether their KV is computed
     again with the new weights. ``deadline`` is for one replica's update, in seconds.
-    ``strategy``: ``all`` replicas at once, or ``rolling(k)``, k at a time, so that the others serve.
+    ``strategy``: ``all`` replicas at once; ``rolling(k)``, k at a time, so that the others serve; or
+    ``lazy``: the version is published, and a replica takes it when it stands still, wakes, or is
+    told to. One that would then serve more than ``max_lag`` steps behind is updated at once.
+    ``on_failure``: what becomes of a replica that was rolled back while others have the version.
     """
 
     pause: PauseMode = PauseMode.ABORT
@@ -46,28 +57,37 @@ class SyncPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     release_kv: ReleaseKV = ReleaseKV.AUTO
     verify: Verify = Verify.APPLIED
     strategy: str = "all"
+    max_lag: int = 1
+    on_failure: OnFailure = OnFailure.KEEP
     bucket_bytes: int = 32 << 20
     deadline: float = 600.0
 
     def __post_init__(self) -> None:
         if self.deadline <= 0:
             raise ConfigError(f"deadline={self.deadline} must be above 0 seconds")
-        if self.strategy != "all" and self.at_once(1) < 1:
+        if self.max_lag < 0:
+            raise ConfigError(f"max_lag={self.max_lag} steps")
+        if self.at_once(1) < 1:
             raise ConfigError(f"strategy={self.strategy!r} rolls over no replica at all")
 
     def at_once(self, replicas: int) -> int:
         """How many of so many replicas are updated at a time.
 
-        :raises ConfigError: ``strategy`` is neither ``all`` nor ``rolling(k)``.
+        :raises ConfigError: ``strategy`` is none of those there are.
         """
-        if self.strategy == "all":
+        if self.strategy in ("all", LAZY):
             return max(replicas, 1)
         found = _ROLLING.fullmatch(self.strategy)
         if found is None:
             raise ConfigError(
-                f"strategy={self.strategy!r} is unknown", remedy="use all, or rolling(k)"
+                f"strategy={self.strategy!r} is unknown", remedy="use all, rolling(k) or lazy"
             )
         return int(found[1])
+
+    @property
+    def lazy(self) -> bool:
+        """Whether replicas take new versions in their own time."""
+        return self.strategy == LAZY
 
     @property
     def longest(self) -> float:
@@ -85,12 +105,15 @@ class Outcome(StrEnum):
     POISONED = "poisoned"  # half-written; a full resend heals it
     LOST = "lost"  # hung or dead; only a restart heals it
     IN_DOUBT = "in doubt"  # could not be asked
+    DEFERRED = "deferred"  # lazy: it serves what it did, and takes the version in its own time
 
 
 class ReplicaOutcome(msgspec.Struct, frozen=True):
     """One replica's part of a sync. ``phases`` are seconds, ``timeline`` has when they began.
 
-    ``updates``: one for each thing the sync brought (a base and its adapter), ``update`` the last.
+    ``version`` is what it holds now, as far as is known. ``updates``: one for each thing the sync
+    brought (a base and its adapter), ``update`` the last. ``fenced``: it was rolled back and is held
+    shut, as the policy wants it while others have the new version.
     """
 
     replica: str
@@ -102,6 +125,7 @@ class ReplicaOutcome(msgspec.Struct, frozen=True):
     phases: Mapping[str, float] = msgspec.field(default_factory=dict)
     timeline: tuple[TimelineEvent, ...] = ()
     updates: tuple[UpdateReport, ...] = ()
+    fenced: bool = False
 
     @property
     def seconds(self) -> float:
@@ -123,10 +147,14 @@ class SyncReport(msgspec.Struct, frozen=True):
 
     @property
     def ok(self) -> bool:
-        """Every replica has the version and serves."""
-        return self.superseded_by is None and all(
-            o.outcome is Outcome.COMMITTED for o in self.outcomes
-        )
+        """Every replica has the version and serves, or (lazy) will take it in its own time."""
+        fine = (Outcome.COMMITTED, Outcome.DEFERRED)
+        return self.superseded_by is None and all(o.outcome in fine for o in self.outcomes)
+
+    @property
+    def deferred(self) -> tuple[str, ...]:
+        """Replicas that still serve an older version, as ``lazy`` lets them."""
+        return tuple(o.replica for o in self.outcomes if o.outcome is Outcome.DEFERRED)
 
     @property
     def slowest(self) -> str:
@@ -148,5 +176,6 @@ class SyncReport(msgspec.Struct, frozen=True):
 
     def summary(self) -> str:
         """One line a replica that did not commit."""
-        bad = [o for o in self.outcomes if o.outcome is not Outcome.COMMITTED]
+        fine = (Outcome.COMMITTED, Outcome.DEFERRED)
+        bad = [o for o in self.outcomes if o.outcome not in fine]
         return "; ".join(f"{o.replica} {o.outcome.value}: {o.error}" for o in bad)

@@ -26,6 +26,7 @@ import msgspec
 
 from hotbunk.checkpoint_engine.observe import Observer
 from hotbunk.checkpoint_engine.policy import (
+    OnFailure,
     Outcome,
     ReleaseKV,
     ReplicaOutcome,
@@ -37,10 +38,13 @@ from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout import errors
 from hotbunk.rollout.calls import engine_failed
 from hotbunk.rollout.contract import (
+    ADAPTER_PREFIX,
     FULL,
+    TARGET,
     Manifest,
     Retention,
     Scope,
+    ScopeKind,
     Tag,
     Ticket,
     UpdateReport,
@@ -66,6 +70,23 @@ class Part(msgspec.Struct, frozen=True):
     scope: Scope = FULL
     metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
+    @property
+    def group(self) -> str:
+        """The weight group whose version it changes."""
+        adapter = self.scope.kind is ScopeKind.ADAPTER
+        return f"{ADAPTER_PREFIX}{self.scope.name}" if adapter else TARGET
+
+    def manifest(self, policy: SyncPolicy) -> Manifest:
+        """What is offered of it."""
+        return Manifest(
+            self.version,
+            self.source.specs(),
+            self.scope,
+            policy.bucket_bytes,
+            "none" if policy.verify is Verify.OFF else KIND,
+            self.metadata,
+        )
+
 
 class Run:
     """One replica's way through one sync: what was done, and how to undo it."""
@@ -75,6 +96,8 @@ class Run:
         self.phases: dict[str, float] = {}
         self.timeline: list[TimelineEvent] = []
         self.undo: list[Callable[[], Awaitable[object]]] = []  # until the commit
+        self.opens = False  # the sync holds a pause here, and nobody did before it
+        self.fenced = False  # rolled back, and held shut
         self.before: ReplicaStatus | None = None
         self.committed = False
         self.wakes_kv = False  # KV was away before, or is for the time of the sync
@@ -95,19 +118,36 @@ class Run:
     def ended(self, outcome: Outcome, error: errors.HotbunkError | None = None) -> None:
         self.outcome, self.error = outcome, error
 
-    def result(self, version: Version) -> ReplicaOutcome:
+    async def open(self) -> None:
+        """End the sync's pause. Where that fails, the replica is in doubt."""
+        try:
+            async with asyncio.timeout(ASK_WAIT):
+                await self.handle.resume_generation(owner=SYNC)
+            self.opens = False
+        # A boundary: handles are anybody's.
+        except Exception as error:
+            log.exception("replica %s is in doubt", self.handle.name)
+            self.ended(Outcome.IN_DOUBT, self.error or _typed("resume_generation", error))
+
+    def result(self, part: Part) -> ReplicaOutcome:
+        """What came of it, ``part`` being the last that was sent."""
         assert self.outcome is not None
-        has_it = self.outcome in (Outcome.COMMITTED, Outcome.FENCED)
+        version = None
+        if self.outcome in (Outcome.COMMITTED, Outcome.FENCED):
+            version = part.version
+        elif self.outcome is Outcome.ROLLED_BACK and self.before is not None:
+            version = self.before.versions.get(part.group)
         return ReplicaOutcome(
             self.handle.name,
             self.outcome,
-            version if has_it else None,
+            version,
             self.updates[-1] if self.updates else None,
             str(self.error or ""),
             type(self.error).__name__ if self.error else "",
             self.phases,
             tuple(self.timeline),
             tuple(self.updates),
+            self.fenced,
         )
 
 
@@ -195,8 +235,7 @@ class Transaction:
         if before.is_sleeping:
             return
         fenced = _fenced(before)  # by an earlier sync
-        if not fenced:  # a pause is held from its first moment, also if it never is complete
-            run.undo.append(partial(handle.resume_generation, owner=SYNC))
+        run.opens = not fenced  # held from its first moment, also if it never is complete
         await handle.pause_generation(policy.pause, clear_cache=policy.clear_cache, owner=SYNC)
         if self._frees:
             run.wakes_kv = fenced and before.kv is KV.RELEASED
@@ -218,14 +257,7 @@ class Transaction:
 
     async def _send(self, part: Part) -> None:
         """One offer to every replica still under way; sender and receivers go on together."""
-        manifest = Manifest(
-            part.version,
-            part.source.specs(),
-            part.scope,
-            self._policy.bucket_bytes,
-            "none" if self._policy.verify is Verify.OFF else KIND,
-            part.metadata,
-        )
+        manifest = part.manifest(self._policy)
         going = [run for run in self.runs if run.outcome is None]
         if not going:
             return
@@ -314,6 +346,9 @@ class Transaction:
                 async with asyncio.timeout(self._policy.longest):
                     while run.undo:
                         await run.undo.pop()()
+                    if run.opens and self._policy.on_failure == OnFailure.KEEP:
+                        await run.handle.resume_generation(owner=SYNC)
+                        run.opens = False
                 run.ended(Outcome.ROLLED_BACK, error)
         # A boundary: it cannot be asked, or cannot be led back.
         except Exception as broken:

@@ -166,9 +166,12 @@ class Ticket(msgspec.Struct, frozen=True):
 
     ``transport`` is an entry-point name; ``address`` means something to that transport alone, and is
     the same for all ``ranks`` of a replica: each opens its own end, with its own ``rank``.
+    ``published``: no sender waits there, so it opens as often as asked, and ranks that read the same
+    are held together by whoever drives them.
     """
 
     transport: str
     address: str
     rank: int = 0
     ranks: int = 1
+    published: bool = False

@@ -6,10 +6,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from hotbunk.rollout.contract import Manifest, Ticket, Transfer
+from hotbunk.rollout.errors import Unsupported
 
 if TYPE_CHECKING:  # a receiver's process may have no torch
     from hotbunk.checkpoint_engine.source import WeightSource
+
+
+class Published(msgspec.Struct, frozen=True):
+    """Weights that stay where they are until they are read. ``ticket`` opens them as often as asked."""
+
+    manifest: Manifest
+    ticket: Ticket
 
 
 class Offer(ABC):
@@ -70,6 +80,14 @@ class Transport(ABC):
 
         :raises TransferFailed: the offer is gone, or this is not its ticket.
         """
+
+    async def publish(self, source: WeightSource, manifest: Manifest) -> Published:
+        """Put weights where receivers find them later, with no replica in view.
+
+        :raises Unsupported: they travel this way only while sender and receiver are both there.
+        :raises TransferFailed: there is no room, or the medium failed.
+        """
+        raise Unsupported("publishing weights for later", self.name, "use transport=disk")
 
     async def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Let go of what was kept from sync to sync. Idempotent."""

@@ -29,7 +29,7 @@ from hotbunk.checkpoint_engine.published import (
     newest,
     prune,
 )
-from hotbunk.checkpoint_engine.transports.base import Offer, Transport
+from hotbunk.checkpoint_engine.transports.base import Offer, Published, Transport
 from hotbunk.checkpoint_engine.transports.control import Go
 from hotbunk.checkpoint_engine.transports.offering import (
     STALL,
@@ -196,13 +196,6 @@ class LaterTransfer(Transfer):
 # -- what is there ----------------------------------------------------------------------------
 
 
-class Published(msgspec.Struct, frozen=True):
-    """A set in a directory. ``ticket`` opens it as long as it is there."""
-
-    manifest: Manifest
-    ticket: Ticket
-
-
 def latest(root: Path | str, scope: Scope | None = None) -> Published:
     """The newest published weights: what an engine that starts late, or lost its own, takes.
 
@@ -220,7 +213,7 @@ def latest(root: Path | str, scope: Scope | None = None) -> Published:
 
 
 def _later_ticket(root: Path, name: str) -> Ticket:
-    return Ticket("disk", f"{LATER}{root / name}")
+    return Ticket("disk", f"{LATER}{root / name}", published=True)
 
 
 # -- sending ----------------------------------------------------------------------------------

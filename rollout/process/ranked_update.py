@@ -55,15 +55,18 @@ class RankedTransfer(Transfer):
         :raises SessionError: the ticket is for another number of ranks.
         :raises TransferFailed: an end cannot be opened, or they do not belong together.
         """
-        if ticket.ranks != len(ranks):
+        if ticket.ranks != len(ranks) and not ticket.published:
             raise SessionError(
                 f"the offer is for {ticket.ranks} rank(s) and there are {len(ranks)}"
             )
+        tickets = [
+            # Of what is published each reads alone: the barriers here are what they have in common.
+            ticket if ticket.published else msgspec.structs.replace(ticket, rank=number)
+            for number in range(len(ranks))
+        ]
         opening = [
-            asyncio.ensure_future(
-                rank.call("open_update", OpenUpdate(msgspec.structs.replace(ticket, rank=number)))
-            )
-            for number, rank in enumerate(ranks)
+            asyncio.ensure_future(rank.call("open_update", OpenUpdate(its)))
+            for rank, its in zip(ranks, tickets, strict=True)
         ]
         answers = await asyncio.gather(*opening, return_exceptions=True)
         manifests = [answer for answer in answers if isinstance(answer, Manifest)]

@@ -98,6 +98,36 @@ async def test_one_that_was_rolled_back_serves_an_old_version_and_is_not_routabl
         assert named(manager) == ["r0", "r1"]
 
 
+@pytest.mark.parametrize("policy, serves", [("keep", True), ("fence", False)])
+async def test_one_that_was_rolled_back_in_a_mixed_fleet_n6(policy: str, serves: bool) -> None:
+    """The report has each replica's version, and a fence lasts until a sync commits there."""
+    refuses = {2: ("update/accept", Fault(Action.RAISE, errors.UpdateRefused("not now")))}
+    async with pool(refuses, on_failure=policy) as (manager, handles):
+        with pytest.raises(errors.SyncFailed) as caught:
+            await manager.update_weights(Weights(2), Version(0, 2))
+        report = caught.value.report
+        assert isinstance(report, SyncReport)
+        assert [one.version for one in report.outcomes] == [Version(0, n) for n in (2, 2, 1)]
+        assert [one.fenced for one in report.outcomes] == [False, False, not serves]
+        assert (await handles[2].status()).is_paused is not serves
+        asked = ask(handles[2].replica, "asked", 4)
+        await asyncio.sleep(30)
+        assert asked.done is serves
+        assert (await manager.update_weights(Weights(2), Version(0, 2))).ok
+        assert not (await handles[2].status()).is_paused
+        assert (await asked.result()).finish_reason is FinishReason.LENGTH
+
+
+async def test_a_fleet_that_stays_of_one_version_is_not_fenced_n6() -> None:
+    fault = ("update/accept", Fault(Action.RAISE, errors.UpdateRefused("not now")))
+    async with pool(dict.fromkeys(range(3), fault), on_failure="fence") as (manager, handles):
+        with pytest.raises(errors.SyncFailed):
+            await manager.update_weights(Weights(2), Version(0, 2))
+        for handle in handles:
+            assert not (await handle.status()).is_paused
+            assert (await ask(handle.replica, "a", 4).result()).token_ids
+
+
 async def test_a_manager_that_returns_goes_on_from_what_replicas_hold_v11() -> None:
     async with pool() as (manager, handles):
         assert (await manager.update_weights(Weights(5), Version(1, 5))).ok

@@ -6,13 +6,13 @@ Weights travel by a number in the ticket; a handle of these opens it in the repl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import SyncPolicy
-from hotbunk.checkpoint_engine.transports.base import Offer, Transport
+from hotbunk.checkpoint_engine.transports.base import Offer, Published, Transport
 from hotbunk.conformance.backends.oracle_kit import load, running
 from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.rollout.backends.oracle import FaultPlan
@@ -43,6 +43,19 @@ class Weights:
         raise AssertionError("the transport of these tests asks for none")
 
 
+class TensorWeights(Weights):
+    """The same with their tensors, for transports that move bytes. Every group an oracle has."""
+
+    def tensors(self) -> Iterator[Any]:
+        import torch
+
+        from hotbunk.rollout.binding import dtype_from
+
+        for spec, content in weights_at(self.step):
+            raw = torch.tensor(list(content), dtype=torch.uint8)
+            yield raw.view(dtype_from(spec.dtype)).reshape(spec.shape)
+
+
 class _Carried(Offer):
     def __init__(self, step: int, replicas: int) -> None:
         self.tickets = tuple(Ticket("memory", str(step)) for _ in range(replicas))
@@ -55,16 +68,21 @@ class _Carried(Offer):
 
 
 class Carrier(Transport):
-    """A transport whose tickets say which weights to take. ``offers`` counts them."""
+    """A transport whose tickets say which weights to take. ``offers`` and ``sets`` count them."""
 
     name = "memory"
 
     def __init__(self) -> None:
         self.offers = 0
+        self.sets = 0
 
     async def offer(self, source: Any, manifest: Any, *, ranks: Any = (1,), **more: Any) -> Offer:
         self.offers += 1
         return _Carried(source.step, len(ranks))
+
+    async def publish(self, source: Any, manifest: Any) -> Published:
+        self.sets += 1
+        return Published(manifest, Ticket("memory", str(source.step), published=True))
 
     @staticmethod
     async def open(ticket: Ticket) -> Transfer:
@@ -108,7 +126,11 @@ class Noting(LocalHandle):
 
 @asynccontextmanager
 async def pool(
-    faults: Mapping[int, tuple[str, Fault]] | None = None, *, replicas: int = 3, **options: Any
+    faults: Mapping[int, tuple[str, Fault]] | None = None,
+    *,
+    replicas: int = 3,
+    deployment: Deployment = Deployment.STANDALONE,
+    **options: Any,
 ) -> AsyncIterator[tuple[CheckpointEngineManager, list[Noting]]]:
     """A manager over replicas with weights 0.1; ``faults`` by replica, ``options`` of the policy."""
     notes: list[tuple[str, str, float]] = []
@@ -123,6 +145,7 @@ async def pool(
                 plan.at(*faults[n])
             handles.append(Noting(replica, notes))
         manager = CheckpointEngineManager(
-            handles, Carrier(), deployment=Deployment.STANDALONE, policy=SyncPolicy(**options)
+            handles, Carrier(), deployment=deployment, policy=SyncPolicy(**options)
         )
         yield manager, handles
+        await manager.close()

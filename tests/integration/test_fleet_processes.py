@@ -1,0 +1,121 @@
+"""A manager over oracles in processes of their own: what only processes and real bytes can show."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
+from hotbunk.checkpoint_engine.policy import Outcome, SyncPolicy
+from hotbunk.checkpoint_engine.transports.disk import DiskTransport
+from hotbunk.conformance.backends.oracle_pool import TensorWeights
+from hotbunk.rollout.backends.oracle.model import weights_at
+from hotbunk.rollout.contract import (
+    Completion,
+    Deployment,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+    Version,
+    collect,
+    digest_name,
+)
+from hotbunk.rollout.fingerprint import fingerprint_bytes
+from hotbunk.rollout.handle import ReplicaHandle
+from hotbunk.rollout.process import ProcessHandle, shutdown, start_replica
+from hotbunk.rollout.status import Deadlines
+
+pytestmark = pytest.mark.anyio
+QUICK = Deadlines(hold=20.0, drain=10.0, memory=5.0, update=10.0, inspect=0.5, grace=1.0)
+V = [Version(0, n) for n in range(10)]
+Begin = Callable[..., Awaitable[ProcessHandle]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _servers_end() -> Iterator[None]:
+    yield
+    shutdown()
+    assert not [p for p in psutil.Process().children(recursive=True) if "fork" in str(p.cmdline())]
+
+
+@pytest.fixture
+async def begin() -> AsyncIterator[Begin]:
+    made: list[ProcessHandle] = []
+
+    async def started(name: str, ranks: int = 1, **options: Any) -> ProcessHandle:
+        handle = await start_replica(
+            "oracle",
+            {"step_time": 0.005, **options},
+            name=name,
+            deadlines=QUICK,
+            data_parallel=ranks,
+        )
+        made.append(handle)
+        return handle
+
+    yield started
+    await asyncio.gather(*(handle.close() for handle in made))
+
+
+def read(handle: ReplicaHandle, name: str, tokens: int) -> asyncio.Task[Completion]:
+    request = GenerateRequest(name, (1, 2, 3), Sampling(0.0, max_tokens=tokens))
+    return asyncio.create_task(collect(handle.generate(request)))
+
+
+def digests(step: int) -> dict[str, int]:
+    return {
+        digest_name(spec.group, name): fingerprint_bytes(content)
+        for spec, content in weights_at(step)
+        for name in spec.names
+    }
+
+
+async def has(handle: ReplicaHandle, step: int) -> bool:
+    expected = digests(step)
+    return dict((await handle.digest(list(expected))).values) == expected
+
+
+async def settled(manager: CheckpointEngineManager, version: Version) -> None:
+    for _ in range(1500):
+        if set(manager.serves().values()) == {version}:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"not all came to {version}: {manager.serves()}")
+
+
+async def test_lazy_replicas_read_what_is_published_when_they_stand_still(
+    begin: Begin, tmp_path: Path
+) -> None:
+    """One of them has two ranks, each of which reads for itself."""
+    handles = await asyncio.gather(begin("r0"), begin("r1", ranks=2))
+    manager = CheckpointEngineManager(
+        handles,
+        DiskTransport(tmp_path / "sets"),
+        deployment=Deployment.STANDALONE,
+        policy=SyncPolicy(strategy="lazy", max_lag=5, bucket_bytes=64),
+    )
+    first = await manager.update_weights(TensorWeights(1), V[1])
+    assert {one.outcome for one in first.outcomes} <= {Outcome.COMMITTED, Outcome.DEFERRED}
+    await settled(manager, V[1])
+    busy = [read(handle, "busy", 150) for handle in handles]
+    await asyncio.sleep(0.1)
+    report = await manager.update_weights(TensorWeights(2), V[2])
+    report = await manager.update_weights(TensorWeights(3), V[3])
+    assert report.deferred == ("r0", "r1")
+    assert not any(one.done() for one in busy)
+    late = await begin("late")
+    await manager.add_replica(late)
+    for one in busy:
+        done = await one
+        assert done.finish_reason is FinishReason.LENGTH
+        assert [span.version for span in done.spans] == [V[1]]
+    await settled(manager, V[3])
+    for handle in (*handles, late):
+        assert await has(handle, 3)
+    assert V[2] not in {one.version for one in manager.taken}
+    await manager.close()
