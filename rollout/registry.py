@@ -6,6 +6,7 @@ thing is built, and asking for one that cannot be built says which pip extra bri
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, cast
 
@@ -116,5 +117,6 @@ async def open_transfer(ticket: Ticket) -> Transfer:
 
     :raises TransferFailed: the offer is gone, or is not the ticket's.
     """
-    factory: TransportFactory = load_transport(ticket.transport)
+    # What it imports may take seconds, and an engine's loop must answer meanwhile.
+    factory: TransportFactory = await asyncio.to_thread(load_transport, ticket.transport)
     return await factory.open(ticket)

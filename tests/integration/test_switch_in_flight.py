@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import ReleaseKV, SyncPolicy
 from hotbunk.checkpoint_engine.transports.base import Transport
+from hotbunk.checkpoint_engine.transports.collective import CollectiveTransport
 from hotbunk.checkpoint_engine.transports.disk import DiskTransport
 from hotbunk.checkpoint_engine.transports.shm import ShmTransport
 from hotbunk.conformance.kit import greedy
@@ -34,6 +35,7 @@ WAYS: dict[str, Make] = {
     "shm": lambda folder: (ShmTransport(), {}),
     "onecopy": lambda folder: (ShmTransport(), {"share_weights": True}),
     "disk": lambda folder: (DiskTransport(folder / "published"), {}),
+    "collective": lambda folder: (CollectiveTransport(), {}),
 }
 
 

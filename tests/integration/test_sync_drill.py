@@ -24,14 +24,17 @@ def anyio_backend() -> str:
 
 
 @pytest.mark.timeout(60 + 12 * FAULTS)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_promise_holds(ranks: int, tmp_path: Path) -> None:
-    """Random faults in engines and source, other replicas untouched, healed, nothing left behind."""
+@pytest.mark.parametrize("ranks, transports", [(1, ["shm", "disk"]), (2, [])])
+def test_every_promise_holds(ranks: int, transports: list[str], tmp_path: Path) -> None:
+    """Random faults in engines and source, other replicas untouched, healed, nothing left behind.
+
+    Once in engines without torch, once over every transport.
+    """
     file = tmp_path / "rounds.json"
     code = run(
         faults=FAULTS,
         seed=11 + ranks,
-        transports=[],
+        transports=transports,
         replicas=2,
         ranks=ranks,
         only=None,

@@ -13,9 +13,11 @@ own process groups are neither used nor seen.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
 
 from hotbunk.checkpoint_engine.transports.base import Offer, Transport
 from hotbunk.checkpoint_engine.transports.offering import STALL, Party, check_address
@@ -87,9 +89,9 @@ class CollectiveTransport(Transport):
 
     @staticmethod
     async def open(ticket: Ticket) -> Transfer:
-        from hotbunk.checkpoint_engine.transports.collective.receiver import CollectiveTransfer
-
-        return await CollectiveTransfer.open(ticket)
+        # Imports torch, in an engine that may not have it yet.
+        receiver: Any = await asyncio.to_thread(import_module, f"{__name__}.receiver")
+        return cast(Transfer, await receiver.CollectiveTransfer.open(ticket))
 
     async def close(self) -> None:
         self._kept.close()

@@ -18,13 +18,14 @@ from hotbunk.rollout.backends.oracle import FaultPlan, OracleEngine
 from hotbunk.rollout.backends.oracle import create as create_oracle
 from hotbunk.rollout.registry import BACKENDS, register
 
-NAME = "drilled"
+NAME, WITH_TORCH = "drilled", "drilled_with_torch"
 FOLDER, REPLICA = "HOTBUNK_DRILL", "HOTBUNK_DRILL_REPLICA"
 
 
 def setup() -> None:
     """Make the backend known in an engine's process."""
     register(BACKENDS, NAME, f"{__name__}:create")
+    register(BACKENDS, WITH_TORCH, "hotbunk.conformance.drill.with_torch:create")
 
 
 def sabotaged() -> None:

@@ -41,7 +41,8 @@ ROUND = 60.0  # seconds; a round that takes longer waited for something without 
 QUICK = Deadlines(
     hold=20.0, drain=2.0, memory=2.0, update=UPDATE, inspect=1.0, grace=1.0, start=60.0
 )
-TRANSPORTS = ("shm", "disk")
+TRANSPORTS = ("shm", "disk", "collective")
+NEED_TORCH = ("collective",)
 SETUP = "hotbunk.conformance.drill.engine:setup"
 
 
@@ -78,12 +79,19 @@ class Drill:
     """Replicas in processes, synced again and again. One fault a round.
 
     :param ranks: data-parallel ranks of each replica.
+    :param backend: one of those that ``engine.setup`` makes known.
     """
 
     def __init__(
-        self, folder: Path, *, replicas: int = 2, ranks: int = 1, setup: str = SETUP
+        self,
+        folder: Path,
+        *,
+        replicas: int = 2,
+        ranks: int = 1,
+        setup: str = SETUP,
+        backend: str = engine.NAME,
     ) -> None:
-        self.folder, self.setup = folder, setup
+        self.folder, self.setup, self.backend = folder, setup, backend
         self.replicas, self.ranks = replicas, ranks
         self.step = 0
         self.handles: list[ProcessHandle] = []
@@ -91,6 +99,7 @@ class Drill:
 
     async def start(self) -> None:
         """Start every replica."""
+        engine.setup()
         self.handles = [await self._one(n) for n in range(self.replicas)]
 
     async def close(self) -> None:
@@ -101,7 +110,7 @@ class Drill:
 
     async def _one(self, number: int) -> ProcessHandle:
         return await start_replica(
-            engine.NAME,
+            self.backend,
             {"step_time": 0.005},
             name=f"r{number}",
             deadlines=QUICK,
@@ -221,7 +230,10 @@ async def drill(
     rounds = []
     before = _leftovers()
     with tempfile.TemporaryDirectory(prefix="hotbunk-drill-") as folder:
-        it = Drill(Path(folder), replicas=replicas, ranks=ranks, setup=setup)
+        # Those that need no torch do without it, as engines that are not torch's may.
+        needed = any(fault.transport in NEED_TORCH for fault in faults)
+        backend = engine.WITH_TORCH if needed else engine.NAME
+        it = Drill(Path(folder), replicas=replicas, ranks=ranks, setup=setup, backend=backend)
         try:
             await it.start()
             for fault in faults:
