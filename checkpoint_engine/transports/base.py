@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -47,6 +48,21 @@ class Offer(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Let go of everything the offer holds. Idempotent; also after a failure half-way."""
+
+
+class Door(ABC):
+    """Where the receivers of one offer come in."""
+
+    listener: socket.socket
+    same_user = False  # whether others than this process's user are turned away
+
+    @abstractmethod
+    def address(self, token: str) -> str:
+        """What a ticket says."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
 
 
 class Transport(ABC):

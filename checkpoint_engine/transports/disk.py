@@ -21,24 +21,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from hotbunk.checkpoint_engine.published import (
-    SHARD_BYTES,
-    OpenSet,
-    Writing,
-    make_root,
-    newest,
-    prune,
-)
-from hotbunk.checkpoint_engine.transports.base import Offer, Published, Transport
-from hotbunk.checkpoint_engine.transports.control import Go
-from hotbunk.checkpoint_engine.transports.offering import (
-    STALL,
-    NegotiatedOffer,
-    Party,
-    check_address,
-)
+from hotbunk.checkpoint_engine.published import OpenSet, make_root, newest
+from hotbunk.checkpoint_engine.publishing import SHARD_BYTES, Writing, prune
+from hotbunk.checkpoint_engine.transports import tcp
+from hotbunk.checkpoint_engine.transports.base import Door, Offer, Published, Transport
+from hotbunk.checkpoint_engine.transports.offering import STALL, NegotiatedOffer
+from hotbunk.checkpoint_engine.transports.parties import Party
+from hotbunk.checkpoint_engine.transports.protocol import Go, packed, unpacked
 from hotbunk.checkpoint_engine.transports.reading import SetReader
-from hotbunk.checkpoint_engine.transports.receiving import ReceivingTransfer, connect
+from hotbunk.checkpoint_engine.transports.receiving import OPEN_WAIT, ReceivingTransfer, greet
 from hotbunk.rollout.contract import (
     ArenaHandle,
     Bucket,
@@ -141,11 +132,9 @@ class DiskTransfer(ReceivingTransfer):
         super().__init__(*args, **kw)  # type: ignore[arg-type]
         self._reads: _Reads | None = None
 
-    async def begin(self, data: bytes, layout: ReceiverLayout | None) -> None:
-        try:
-            where = msgspec.msgpack.decode(data, type=_Where)
-        except msgspec.DecodeError as error:
-            raise TransferFailed(f"the sender named no set: {error}") from error
+    async def begin(self, data: bytes, fd: int | None, layout: ReceiverLayout | None) -> None:
+        await super().begin(data, fd, layout)
+        where = unpacked(data, _Where)
         reads = self._reads = _Reads(where.root, where.name, self.manifest)
         await reads.run("open", self.left(), reads.open)
         reads.begin(layout)
@@ -222,8 +211,18 @@ def _later_ticket(root: Path, name: str) -> Ticket:
 class DiskOffer(NegotiatedOffer):
     """Publishes, then leaves each replica to itself. The set is held until the offer's end."""
 
-    def __init__(self, transport: DiskTransport, source: WeightSource, *args: object, **kw: object):
-        super().__init__("disk", *args, **kw)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        transport: DiskTransport,
+        source: WeightSource,
+        door: Door,
+        manifest: Manifest,
+        *,
+        ranks: Sequence[int],
+        deadline: float,
+        stall: float,
+    ) -> None:
+        super().__init__("disk", door, manifest, ranks=ranks, deadline=deadline, stall=stall)
         self._transport = transport
         self._source = source
         self._publishing: asyncio.Future[OpenSet] | None = None
@@ -238,7 +237,7 @@ class DiskOffer(NegotiatedOffer):
                 held = publishing.result()
                 party.moved = True
                 root = str(self._transport.root)
-                await party.say(Go(msgspec.msgpack.encode(_Where(root, held.name))))
+                party.tell(Go(packed(_Where(root, held.name))))
                 await self.settle(party)
 
         try:
@@ -293,7 +292,7 @@ class DiskTransport(Transport):
             raise ConfigError(f"keep={keep}: the newest set always stays")
         if lease <= 0 or shard_bytes <= 0:
             raise ConfigError(f"lease={lease} and shard_bytes={shard_bytes} must be above 0")
-        check_address(address)
+        tcp.check_address(address)
         self.root = make_root(Path(root))
         self._keep = keep
         self._lease = lease
@@ -312,17 +311,15 @@ class DiskTransport(Transport):
         from hotbunk.checkpoint_engine.bucket import check_bucket_bytes
 
         check_bucket_bytes(manifest.bucket_bytes)
-        offer = DiskOffer(
+        return DiskOffer(
             self,
             source,
+            tcp.TcpDoor(self._address),
             manifest,
             ranks=ranks,
             deadline=deadline,
-            address=self._address,
             stall=self._stall,
         )
-        await offer.listen()
-        return offer
 
     async def publish(self, source: WeightSource, manifest: Manifest) -> Published:
         """Publish for whoever comes later, with no replica in view.
@@ -337,8 +334,9 @@ class DiskTransport(Transport):
     @staticmethod
     async def open(ticket: Ticket) -> Transfer:
         if not ticket.address.startswith(LATER):
-            channel, welcome = await connect(ticket)
-            return DiskTransfer(channel, welcome, ticket)
+            host, port, token = tcp.parse(ticket.address)
+            sock = await tcp.connect(host, port, OPEN_WAIT)
+            return DiskTransfer(*await greet(sock, token, ticket), ticket)
         if ticket.ranks != 1:
             raise TransferFailed(f"{ticket.ranks} ranks cannot agree about a set without a sender")
         path = Path(ticket.address.removeprefix(LATER))

@@ -1,255 +1,87 @@
-"""The sending end of a sync that is negotiated over TCP: who has come, and what they agreed to.
-
-A *party* is one replica: its ranks stand and fall together. Parties do not know one another.
-"""
+"""The sending end of a sync between processes: who comes in, and what they agree to."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import logging
-import secrets
+import os
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from hotbunk.checkpoint_engine.transports.base import Offer
-from hotbunk.checkpoint_engine.transports.control import (
+from hotbunk.checkpoint_engine.transports.base import Door, Offer
+from hotbunk.checkpoint_engine.transports.channel import Channel
+from hotbunk.checkpoint_engine.transports.parties import Left, Member, Party, out_of_turn
+from hotbunk.checkpoint_engine.transports.protocol import (
     HELLO_BYTES,
     PROTOCOL,
     Abort,
     Accept,
-    Channel,
-    Committed,
     Decline,
     Failure,
-    FromReceiver,
-    FromSender,
     Hello,
     Vote,
     Welcome,
+    frame,
     from_receiver,
 )
-from hotbunk.rollout.contract import Manifest, ReceiverLayout, Ticket
+from hotbunk.rollout.contract import Manifest, Ticket
 from hotbunk.rollout.errors import (
-    ConfigError,
     DeadlineExceeded,
     HotbunkError,
+    SessionError,
     TrainerFailed,
     TransferFailed,
     UpdateRefused,
 )
 
 log = logging.getLogger(__name__)
-HELLO_WAIT = 10.0  # seconds for a new connection to say who it is
+HELLO_WAIT = 5.0  # seconds for a new connection to say who it is
 STALL = 30.0  # seconds of silence after which a peer is given up
-_BEATS = 4  # in the time after which silence means death
 _STRANGERS = 64  # connections that have not said yet who they are
-_FAREWELL = 1.0  # seconds for a peer to take its last message
-_INBOX = 4  # messages of one receiver that wait here; the protocol needs one
+_FAREWELL = 1.0  # seconds for a stranger to take the reason
 T = TypeVar("T")
 
 
-class Left(Exception):
-    """The party is out; why is in :attr:`Party.failure`."""
-
-
-class Member:
-    """A receiver rank's connection."""
-
-    def __init__(self, channel: Channel, hello: Hello) -> None:
-        self.channel = channel
-        self.rank = hello.rank
-        self.process = hello.process
-        self.holds = frozenset(hello.holds)
-        self.layout: ReceiverLayout | None = None
-        self.inbox: asyncio.Queue[FromReceiver] = asyncio.Queue(_INBOX)
-
-
-class Party:
-    """One replica's ranks in one offer."""
-
-    def __init__(self, replica: int, size: int, stall: float) -> None:
-        self.replica = replica
-        self.size = size
-        self.token = secrets.token_urlsafe(32)
-        self.members: dict[int, Member] = {}
-        self.failure: Failure | None = None
-        self.moved = False  # whether a byte may have been written
-        self.done = False
-        self.committed = False
-        self._stall = stall
-        self._all_here = asyncio.Event()
-        self._left = asyncio.Event()
-        self._farewell: asyncio.Task[None] | None = None
-        self._on_leave: list[Callable[[], None]] = []
-
-    @property
-    def alive(self) -> bool:
-        """Still under way."""
-        return self.failure is None and not self.done
-
-    def joined(self, member: Member) -> None:
-        """A rank has come."""
-        self.members[member.rank] = member
-        if len(self.members) == self.size:
-            self._all_here.set()
-
-    def leave(self, error: BaseException | Failure) -> None:
-        """It is out. The first reason counts, and every rank is told."""
-        if not self.alive:
-            return
-        self.failure = error if isinstance(error, Failure) else Failure.of(error)
-        log.info("replica %d is out of the sync: %s", self.replica, self.failure)
-        self._left.set()
-        for one in self._on_leave:
-            one()
-        self._farewell = asyncio.ensure_future(self._tell(Abort(self.failure, not self.moved)))
-
-    def on_leave(self, call: Callable[[], None]) -> None:
-        """Call this when the party leaves, or now if it has left."""
-        if self.failure is not None:
-            call()
-        self._on_leave.append(call)
-
-    async def told(self) -> None:
-        """Until every rank of a party that left was told why."""
-        if self._farewell is not None:
-            await asyncio.shield(self._farewell)
-
-    async def commit(self) -> None:
-        """Its end, seen from here: what becomes of a rank now is its replica's own business."""
-        self.done = self.committed = True
-        await self._tell(Committed())
-
-    async def _tell(self, said: FromSender) -> None:
-        async def tell(member: Member) -> None:
-            with suppress(HotbunkError):  # it may be the one that died
-                await member.channel.send(said, _FAREWELL)
-
-        await asyncio.gather(*(tell(m) for m in self.members.values()))
-
-    async def here(self, seconds: float) -> None:
-        """Until every rank has come. :raises DeadlineExceeded: naming those that have not."""
-        if not await self.wait(self._all_here.wait(), seconds):
-            absent = sorted(set(range(self.size)) - self.members.keys())
-            raise DeadlineExceeded(
-                f"the coming of rank(s) {absent}",
-                seconds,
-                where=f"replica {self.replica}, ranks present {sorted(self.members)}",
-            )
-
-    async def say(self, message: FromSender, members: Sequence[Member] | None = None) -> None:
-        """Tell every rank (or some). :raises Left, TransferFailed: one is gone, or takes nothing."""
-        self._still_here()
-        ranks = self.members.values() if members is None else members
-        await asyncio.gather(*(m.channel.send(message, self._stall) for m in ranks))
-
-    async def hear(
-        self,
-        step: str,
-        seconds: float,
-        *kinds: type[FromReceiver],
-        members: Sequence[Member] | None = None,
-    ) -> list[FromReceiver]:
-        """What every rank (or some) says next, by rank; one of ``kinds``.
-
-        :raises Left: the party is out.
-        :raises DeadlineExceeded: naming the ranks that said nothing.
-        :raises TransferFailed: a rank said something else.
-        """
-        heard: dict[int, FromReceiver] = {}
-
-        async def one(member: Member) -> None:
-            heard[member.rank] = await member.inbox.get()
-
-        async def all_of() -> None:
-            await asyncio.gather(*(one(member) for member in ranks))
-
-        ranks = list(self.members.values() if members is None else members)
-        if not await self.wait(all_of(), seconds):
-            silent = [m.rank for m in ranks if m.rank not in heard]
-            raise DeadlineExceeded(
-                step, seconds, where=f"replica {self.replica}, silent ranks {silent}"
-            )
-        for rank, said in heard.items():
-            if not isinstance(said, kinds):
-                raise TransferFailed(
-                    f"rank {rank} said {type(said).__name__} out of turn",
-                    where=f"replica {self.replica}, {step}",
-                )
-        return [heard[rank] for rank in sorted(heard)]
-
-    async def wait(self, what: Awaitable[object], seconds: float) -> bool:
-        """Await something unless the party leaves; False: not in time. :raises Left: it left."""
-        # A task before anything can raise: whatever is not awaited here is cancelled here.
-        task = asyncio.ensure_future(what)
-        left = asyncio.ensure_future(self._left.wait())
-        try:
-            self._still_here()
-            await asyncio.wait(
-                {task, left}, timeout=max(seconds, 0), return_when=asyncio.FIRST_COMPLETED
-            )
-            if task.done():
-                task.result()
-                return True
-            self._still_here()
-            return False
-        finally:
-            for one in (task, left):
-                one.cancel()
-
-    def _still_here(self) -> None:
-        if not self.alive:
-            raise Left
-
-
 class NegotiatedOffer(Offer):
-    """An offer whose receivers come over TCP. Transports say in :meth:`run` how the bytes go."""
+    """An offer whose receivers come in by a door. Transports say in :meth:`run` how the bytes go.
+
+    Receivers are let in from the moment it exists.
+
+    :param name: the transport's, for tickets.
+    :param stall: seconds; receivers give up a sender that is silent for so long.
+    """
+
+    some_may_decline = False  # whether a replica is served when some of its ranks need nothing
 
     def __init__(
         self,
         name: str,
+        door: Door,
         manifest: Manifest,
         *,
         ranks: Sequence[int],
         deadline: float,
-        address: str,
-        port: int = 0,
         stall: float = STALL,
     ) -> None:
+        if any(n < 1 for n in ranks):
+            door.close()
+            raise SessionError(f"every replica has a rank or more: {list(ranks)}")
         self.manifest = manifest
         self.stall = min(stall, deadline)
-        self.parties = [Party(n, size, self.stall) for n, size in enumerate(ranks)]
-        self._name = name
-        self._deadline = deadline
-        self._address = address
-        self._port = port
-        self._until = asyncio.get_running_loop().time() + deadline
-        self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
-        self._strangers = 0
-        self._closed = False
-
-    async def listen(self) -> None:
-        """Open the door and write the tickets. :raises ConfigError: there is no such address."""
-        try:
-            self._server = await asyncio.start_server(
-                self._come, self._address, self._port, backlog=1024
-            )
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen at {self._address}:{self._port}: {error.strerror or error}",
-                remedy="set transport.address to an address of this machine",
-            ) from error
-        port = self._server.sockets[0].getsockname()[1]
-        host = f"[{self._address}]" if ":" in self._address else self._address
+        self.closed = False
+        self.parties = [Party(n, size, still=self.still) for n, size in enumerate(ranks)]
         self.tickets = tuple(
-            Ticket(self._name, f"{host}:{port}/{party.token}", ranks=party.size)
-            for party in self.parties
+            Ticket(name, door.address(party.token), ranks=party.size) for party in self.parties
         )
+        self._door = door
+        self._deadline = deadline
+        self._until = asyncio.get_running_loop().time() + deadline
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = 0
+        self._begin(self._answer())
 
     @property
     def left(self) -> float:
@@ -259,7 +91,9 @@ class NegotiatedOffer(Offer):
     # -- Offer --------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        beats = asyncio.create_task(self._beat())
+        if self.closed:
+            raise SessionError("this offer was closed")
+        ticks = asyncio.create_task(self._tick())
         try:
             await self.run()
         except HotbunkError as error:
@@ -275,7 +109,7 @@ class NegotiatedOffer(Offer):
             wrapped = TrainerFailed(str(failure), remote_traceback=failure.traceback)
             raise wrapped from error
         finally:
-            beats.cancel()
+            ticks.cancel()
             await asyncio.gather(*(p.told() for p in self.parties))
 
     def _all_out(self, error: BaseException) -> None:
@@ -283,30 +117,51 @@ class NegotiatedOffer(Offer):
             party.leave(error)
 
     async def drop(self, replica: int) -> None:
-        self.parties[replica].leave(TransferFailed("the replica will not come any more"))
+        self.parties[replica].leave(TransferFailed("the replica was left out of the sync"))
 
     async def close(self) -> None:
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
-        self._all_out(TransferFailed("the offer is closed"))
+        self.closed = True
+        self._all_out(TransferFailed("the sender closed the offer"))
         await asyncio.gather(*(p.told() for p in self.parties))
-        if self._server is not None:
-            self._server.close()
-        for task in self._connections:
+        for task in self._tasks:
             task.cancel()
-        if self._connections:
-            await asyncio.wait(self._connections, timeout=5.0)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=5.0)
+        self._door.close()
+        for party in self.parties:
+            for member in party.members.values():
+                await member.cut()
         await self.release()
 
-    async def release(self) -> None:
-        """Let go of what the transport holds for this offer."""
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # -- for transports -----------------------------------------------------------------------
 
     @abstractmethod
     async def run(self) -> None:
         """Lead every party to its end. What it raises, every party is told."""
+
+    async def look_at(self, member: Member, said: Accept, fd: int | None) -> None:
+        """Check what a rank asks for, before its answer counts. ``fd`` is this method's to close.
+
+        :raises UpdateRefused: it cannot be had.
+        """
+        if fd is not None:
+            os.close(fd)
+
+    async def still(self, party: Party) -> None:
+        """Until nothing is written to a party that left; then its connections are closed."""
+
+    async def release(self) -> None:
+        """Let go of what the transport holds for this offer."""
+
+    def look(self) -> None:
+        """Called now and then while the offer is served: who makes no progress is left out."""
 
     async def each(
         self, parties: Sequence[Party], work: Callable[[Party], Awaitable[T]]
@@ -328,122 +183,128 @@ class NegotiatedOffer(Offer):
     async def agree(self, party: Party) -> bool:
         """Until every rank has accepted; False: they need nothing, and are done.
 
+        A party that has not agreed by half of the time could not be served in what is left.
+
         :raises HotbunkError: the party cannot be served.
         """
-        patience = self.left / 2  # the others wait for it, and need time for themselves
-        until = asyncio.get_running_loop().time() + patience
-        await party.here(patience)
-        left = until - asyncio.get_running_loop().time()
-        said = await party.hear("accept", left, Accept, Decline)
-        declined = [rank for rank, one in enumerate(said) if isinstance(one, Decline)]
-        if len(declined) == party.size:
-            party.done = True
-            return False
-        if declined:
-            raise UpdateRefused(
-                f"rank(s) {declined} have this version already, and the others have not",
-                remedy="send it as a new version",
-            )
-        for rank, one in enumerate(said):
-            if isinstance(one, Accept):
-                party.members[rank].layout = one.layout
-        return True
+        return await party.agree(self.left / 2, some_may_decline=self.some_may_decline)
 
     async def settle(self, party: Party) -> None:
         """Until every rank has voted; then all of them commit."""
         await party.hear("commit", self.left, Vote)
-        await party.commit()
+        party.commit()
 
     # -- connections --------------------------------------------------------------------------
 
-    async def _come(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        channel = Channel(reader, writer)
-        try:
-            if self._closed or self._strangers >= _STRANGERS:
-                return
-            found = await self._introduced(channel)
-            if found is not None:
-                await self._listen_to(*found)
-        except asyncio.CancelledError:  # the offer is closed; nobody waits for this task's result
-            pass
-        finally:
-            self._connections.discard(task)
-            await channel.close()
+    async def _answer(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._door.listener)
+            except OSError as error:  # of a peer that left, or too many open files
+                log.warning("a connection could not be accepted: %s", error)
+                await asyncio.sleep(0.05)
+                continue
+            if self._strangers >= _STRANGERS:
+                sock.close()
+                continue
+            self._strangers += 1
+            self._begin(self._meet(Channel(sock)))
 
-    async def _introduced(self, channel: Channel) -> tuple[Party, Member] | None:
-        """Whose connection it is; None: nobody's that we know."""
-        self._strangers += 1
+    async def _meet(self, channel: Channel) -> None:
+        """One connection, from its hello to its end."""
+        member: Member | None = None
         try:
             async with asyncio.timeout(HELLO_WAIT):
-                hello = await channel.receive(from_receiver, HELLO_BYTES)
-        except (TransferFailed, TimeoutError) as error:
-            log.warning("a connection that did not say who it is: %s", error)
-            return None
+                member = await self._introduced(channel)
+        except TimeoutError:
+            log.warning("somebody connected and said nothing for %g s", HELLO_WAIT)
+        except TransferFailed as error:
+            log.warning("a stranger was turned away: %s", error)
         finally:
             self._strangers -= 1
-        party, why = None, ""
-        if not isinstance(hello, Hello):
-            why = "say hello first"
-        elif hello.protocol != PROTOCOL:
-            why = f"this side speaks protocol {PROTOCOL}, not {hello.protocol}"
+            if member is None:
+                channel.close()
+        if member is not None:
+            member.reader = asyncio.current_task()
+            member.tell(Welcome(self.manifest, max(self.left, 0.0), self.stall))
+            await self._listen_to(member)
+
+    async def _introduced(self, channel: Channel) -> Member | None:
+        """Whose connection it is; None: nobody's that we know, who was told why."""
+        if self._door.same_user and channel.peer_uid != os.geteuid():
+            raise TransferFailed(f"the peer is user {channel.peer_uid}")
+        hello = await channel.receive(from_receiver, HELLO_BYTES)
+        why, party = "", None
+        if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+            why = f"protocol {PROTOCOL} begins with a hello"
         else:
-            known = [p for p in self.parties if hmac.compare_digest(p.token, hello.token)]
-            party = known[0] if known else None
+            party = self._party_of(hello.token)
             if party is None:
-                why = "this is no ticket of the offer that is open here"
-            elif not 0 <= hello.rank < party.size or hello.rank in party.members:
-                why = f"rank {hello.rank} of {party.size} is taken, or is none"
+                why = "this is not a ticket of the sync on offer"
+            elif not 0 <= hello.rank < party.size:
+                why = f"there is no rank {hello.rank} of {party.size}"
+            elif hello.rank in party.members:
+                why = f"rank {hello.rank} is taken: it is here already"
             elif not party.alive:
                 why = "this replica's part in the sync is over"
-        try:
-            if party is None or why or not isinstance(hello, Hello):
-                known_why = party.failure if party is not None and not party.alive else None
-                failure = known_why or Failure("TransferFailed", why)
-                await channel.send(Abort(failure, refused=True), _FAREWELL)
-                return None
-            member = Member(channel, hello)
-            party.joined(member)
-            welcome = Welcome(self.manifest, max(self.left, 0.0), self.stall)
-            await channel.send(welcome, self.stall)
-        except TransferFailed as error:
-            if party is not None and not why:
-                party.leave(error)
+        if party is None or why or not isinstance(hello, Hello):
+            failure = Failure.of(TransferFailed(why, remedy="ask for a new ticket"))
+            said = Abort(failure)
+            if party is not None and party.failure is not None:
+                said = Abort(party.failure, not party.moved)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_FAREWELL):
+                    await channel.send(frame(said))
             return None
-        return party, member
+        member = Member(channel, hello, party)
+        party.joined(member)
+        return member
 
-    async def _listen_to(self, party: Party, member: Member) -> None:
-        where = f"replica {party.replica}, rank {member.rank}"
+    def _party_of(self, token: str) -> Party | None:
+        # Every token is compared, each in the same time: nothing is learnt from how long it takes.
+        known = [p for p in self.parties if hmac.compare_digest(p.token.encode(), token.encode())]
+        return known[0] if known else None
+
+    async def _listen_to(self, member: Member) -> None:
+        party, answered = member.party, False
         try:
             while True:
                 said = await member.channel.receive(from_receiver)
+                fd = member.channel.claim()
                 if isinstance(said, Abort):
-                    party.leave(said.failure)
-                    return
-                await member.inbox.put(said)
+                    raise _told(said, refused=not party.moved)
+                if isinstance(said, Accept) and not answered:
+                    await self.look_at(member, said, fd)
+                elif fd is not None:
+                    os.close(fd)
+                if answered:
+                    member.heard(said)
+                    continue
+                if not isinstance(said, Accept | Decline):
+                    raise out_of_turn(said, member.rank)
+                answered = True
+                party.answered(member, said)
                 if isinstance(said, Decline):
                     return  # it goes now, and others of its replica may not have come yet
-        except TransferFailed as error:
-            party.leave(error.at(where))
+        except HotbunkError as error:
+            party.leave(error.at(member.where))
 
-    async def _beat(self) -> None:
+    async def _tick(self) -> None:
+        """Say that the sender lives, and leave out who does not."""
         while True:
-            await asyncio.sleep(self.stall / _BEATS)
+            await asyncio.sleep(min(1.0, self.stall / 5))
+            if self.left <= 0:
+                self._all_out(DeadlineExceeded("the sync", self._deadline))
+            self.look()
             for party in self.parties:
                 if party.alive:
                     for member in party.members.values():
-                        member.channel.beat()
+                        member.beat()
 
 
-def check_address(address: str) -> None:
-    """:raises ConfigError: not an IP address that others could be told."""
-    try:
-        found = ipaddress.ip_address(address)
-    except ValueError:
-        raise ConfigError(f"{address!r} is not an IP address") from None
-    if found.is_unspecified:
-        raise ConfigError(
-            f"{address!r} is every address and none", remedy="name the one that receivers reach"
-        )
+def _told(said: Abort, *, refused: bool) -> HotbunkError:
+    """What a rank gave up for, as an error."""
+    error = (UpdateRefused if refused else TransferFailed)(str(said.failure))
+    error.remote_traceback = said.failure.traceback
+    return error

@@ -1,29 +1,39 @@
-"""The receiving end of a sync that is negotiated over TCP. Needs no torch."""
+"""The receiving end of a sync between processes. Needs no torch."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 
-from hotbunk.checkpoint_engine.transports.control import (
+from hotbunk.checkpoint_engine.transports.channel import Channel
+from hotbunk.checkpoint_engine.transports.protocol import (
     Abort,
     Accept,
+    Ack,
     Beat,
-    Channel,
     Committed,
     Decline,
+    End,
     Failure,
     FromReceiver,
     FromSender,
+    Full,
     Go,
     Hello,
+    Ready,
     Vote,
     Welcome,
+    frame,
     from_sender,
 )
 from hotbunk.rollout.contract import (
     ArenaHandle,
+    Bucket,
+    BucketEntry,
     Manifest,
     ReceiverLayout,
     Ticket,
@@ -38,8 +48,10 @@ from hotbunk.rollout.errors import (
     UpdateRefused,
 )
 
-OPEN_WAIT = 10.0  # seconds for a sender to answer
-ABORT_WAIT = 2.0  # seconds for a sender to take a word of farewell
+OPEN_WAIT = 30.0  # seconds for the sender to answer a hello
+ABORT_WAIT = 5.0  # seconds for the sender to take a word of farewell, and to write no more
+_LAST_WORD = 1.0  # seconds for what the sender said before it went
+_GRACE = 1.0  # seconds after the deadline for the sender to say so itself
 
 
 def process_id() -> str:
@@ -53,45 +65,31 @@ def process_id() -> str:
 _ids: dict[int, str] = {}
 
 
-def parse(address: str) -> tuple[str, int, str]:
-    """Host, port and token. :raises TransferFailed: the address is none of ours."""
-    place, _, token = address.partition("/")
-    host, _, port = place.rpartition(":")
-    if not (host and port.isdecimal() and int(port) < 1 << 16 and token):
-        raise TransferFailed(f"{address!r} is no address of this transport")
-    return host.strip("[]"), int(port), token
-
-
-async def connect(ticket: Ticket, holds: tuple[str, ...] = ()) -> tuple[Channel, Welcome]:
-    """Reach the sender and show the ticket. ``holds``: what this process kept of earlier syncs.
+async def greet(
+    sock: socket.socket, token: str, ticket: Ticket, holds: tuple[str, ...] = ()
+) -> tuple[Channel, Welcome]:
+    """Show the ticket, and learn what is on offer. ``holds``: what was kept of earlier syncs.
 
     :raises TransferFailed: the offer is gone, or this is not its ticket.
+    :raises UpdateRefused: another rank refused it already.
     """
-    host, port, token = parse(ticket.address)
+    channel = Channel(sock)
     where = f"rank {ticket.rank}"
-    channel: Channel | None = None
     try:
         async with asyncio.timeout(OPEN_WAIT):
-            channel = Channel(*await asyncio.open_connection(host, port))
-            await channel.send(Hello(token, ticket.rank, process_id(), holds), OPEN_WAIT)
+            await channel.send(frame(Hello(token, ticket.rank, process_id(), holds)))
             said = await channel.receive(from_sender)
-        if isinstance(said, Welcome):
-            return channel, said
-        raise _told(said, where, TransferFailed)
-    except BaseException as error:
-        if channel is not None:
-            await channel.close()
-        if isinstance(error, TimeoutError):
-            raise TransferFailed(
-                f"the sender did not answer within {OPEN_WAIT:g} s", where=where
-            ) from None
-        if isinstance(error, OSError):
-            raise TransferFailed(
-                f"the offer is gone: {error.strerror or error} ({host}:{port})",
-                where=where,
-                remedy="a ticket is good for one sync; ask for a new one",
-            ) from error
+        if not isinstance(said, Welcome):
+            raise _told(said, where)
+    except TimeoutError:
+        channel.close()
+        raise TransferFailed(
+            f"the sender did not answer within {OPEN_WAIT:g} s", where=where
+        ) from None
+    except BaseException:
+        channel.close()
         raise
+    return channel, said
 
 
 class ReceivingTransfer(Transfer):
@@ -104,29 +102,62 @@ class ReceivingTransfer(Transfer):
         self.manifest: Manifest = welcome.manifest
         self.stall = welcome.stall
         self.where = f"rank {ticket.rank}"
+        self.in_place = False  # whether the sender writes into this rank's own memory
         self._until = asyncio.get_running_loop().time() + welcome.deadline
         self._deadline = welcome.deadline
         self._channel: Channel | None = channel
+        self._accepted = self._begun = False
+        self._next = 0  # number of the bucket that comes next
+        self.ended = False  # whether the last bucket was taken
+        self._fingerprints: Mapping[str, int] = {}
 
     # -- for transports -----------------------------------------------------------------------
 
-    async def begin(self, data: bytes, layout: ReceiverLayout | None) -> None:
-        """All ranks accepted: open the way for the bytes. ``data`` is :attr:`Go.data`."""
+    def offered(
+        self, layout: ReceiverLayout | None, arena: ArenaHandle | None
+    ) -> tuple[bytes, int | None]:
+        """:attr:`Accept.data`, and a descriptor that goes with it."""
+        return b"", None
+
+    async def begin(self, data: bytes, fd: int | None, layout: ReceiverLayout | None) -> None:
+        """All ranks accepted: open the way for the bytes.
+
+        :param data: :attr:`Go.data`.
+        :param fd: what came with it; this method's to close.
+        """
+        if fd is not None:
+            os.close(fd)
+
+    async def lend(self, full: Full) -> object:
+        """A bucket's bytes; None where they are in place already. Not for every transport."""
+        raise NotImplementedError
+
+    def take_back(self) -> None:
+        """A bucket was used; whoever still holds it keeps it from nothing. Idempotent."""
 
     async def finish(self) -> None:
         """Let go of what the way needed. Idempotent; never raises."""
+
+    async def lost(self) -> None:
+        """The sender is gone."""
 
     def left(self) -> float:
         """Seconds until the deadline."""
         return self._until - asyncio.get_running_loop().time()
 
-    async def say(self, message: FromReceiver) -> None:
-        """:raises TransferFailed: the sender is gone."""
+    async def say(self, message: FromReceiver, fd: int | None = None) -> None:
+        """:raises TransferFailed: the sender is gone, or takes nothing."""
         channel = self._open()
         try:
-            await channel.send(message, self.stall)
+            async with asyncio.timeout(self.stall):
+                await channel.send(frame(message), fd)
+        except TimeoutError:
+            raise self._silent("taking a message") from None
         except TransferFailed as error:
-            raise error.at(self.where) from error
+            last = await self._last_word(channel)  # it may have said why before it went
+            if last is None:
+                await self.lost()
+            raise (_told(last, self.where) if last else error.at(self.where)) from error
 
     async def hear(self, step: str) -> FromSender:
         """What the sender says next.
@@ -137,7 +168,7 @@ class ReceivingTransfer(Transfer):
         channel = self._open()
         try:
             while True:
-                left = self.left()
+                left = self.left() + _GRACE
                 if left <= 0:
                     raise DeadlineExceeded(step, self._deadline, where=self.where)
                 async with asyncio.timeout(min(self.stall, left)):
@@ -145,16 +176,15 @@ class ReceivingTransfer(Transfer):
                 if not isinstance(said, Beat):
                     return said
         except TransferFailed as error:
+            await self.lost()
             raise error.at(f"{self.where}, {step}") from error
         except DeadlineExceeded:
             raise
         except TimeoutError:
-            raise TransferFailed(
-                f"the sender was silent for {self.stall:g} s", where=f"{self.where}, {step}"
-            ) from None
+            raise self._silent(step) from None
 
     def over(
-        self, said: FromSender, step: str, kind: type[UpdateRefused | UpdateFailed]
+        self, said: FromSender, step: str, kind: type[UpdateFailed] = TransferFailed
     ) -> UpdateRefused | UpdateFailed:
         """What the sender said instead of what it should have, as an error."""
         return _told(said, f"{self.where}, {step}", kind)
@@ -162,13 +192,54 @@ class ReceivingTransfer(Transfer):
     # -- Transfer -----------------------------------------------------------------------------
 
     async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
-        await self.say(Accept(layout))
+        data, fd = self.offered(layout, arena)
+        await self.say(Accept(layout, data), fd)
         said = await self.hear("accept")
+        claimed = self._open().claim()
         if not isinstance(said, Go):
-            refused = isinstance(said, Abort) and said.refused
-            raise self.over(said, "accept", UpdateRefused if refused else TransferFailed)
-        await self.begin(said.data, layout)
-        return False
+            if claimed is not None:
+                os.close(claimed)
+            raise self.over(said, "accept")
+        try:
+            await self.begin(said.data, claimed, layout)
+        except TransferFailed as error:
+            raise error.at(f"{self.where}, accept") from error
+        self._accepted = True
+        return self.in_place
+
+    async def buckets(self) -> AsyncIterator[Bucket]:
+        if not self._accepted:
+            raise SessionError("buckets were asked for before the update was accepted")
+        if self._begun:
+            raise SessionError("the buckets of this update were taken before", where=self.where)
+        self._begun = True
+        if self.in_place:
+            await self.say(Ready())
+        try:
+            while True:
+                step = f"bucket {self._next}"
+                said = await self.hear(step)
+                if isinstance(said, End):
+                    self._fingerprints = said.fingerprints
+                    self.ended = True
+                    return
+                if not isinstance(said, Full):
+                    raise self.over(said, step)
+                if said.number != self._next:
+                    raise TransferFailed(
+                        f"bucket {said.number} came, and {self._next} is next", where=self.where
+                    )
+                data = await self.lend(said)
+                yield Bucket(data, tuple(BucketEntry(*piece) for piece in said.entries))
+                del data
+                self.take_back()
+                self._next += 1
+                await self.say(Ack(said.number))
+        finally:
+            self.take_back()
+
+    async def fingerprints(self) -> Mapping[str, int]:
+        return self._fingerprints
 
     async def commit(self) -> None:
         await self.say(Vote())
@@ -184,14 +255,18 @@ class ReceivingTransfer(Transfer):
             await self._close()
 
     async def abort(self, error: BaseException) -> None:
-        if self._channel is None:
+        channel = self._channel
+        if channel is None:
             return
-        try:
-            await self._channel.send(Abort(Failure.of(error)), ABORT_WAIT)
-        except HotbunkError:  # it is gone, or has forgotten us
-            pass
-        finally:
-            await self._close()
+        # Whoever asks may give its memory away next, so nobody may still write there.
+        with suppress(HotbunkError, TimeoutError):
+            async with asyncio.timeout(ABORT_WAIT):
+                await channel.send(frame(Abort(Failure.of(error))))
+                while self.in_place:
+                    await channel.receive(from_sender)
+        await self._close()
+
+    # -- inside -------------------------------------------------------------------------------
 
     def _open(self) -> Channel:
         if self._channel is None:
@@ -202,14 +277,30 @@ class ReceivingTransfer(Transfer):
         channel, self._channel = self._channel, None
         await self.finish()
         if channel is not None:
-            await channel.close(ABORT_WAIT)
+            channel.close()
+
+    async def _last_word(self, channel: Channel) -> Abort | None:
+        with suppress(TransferFailed, TimeoutError):
+            async with asyncio.timeout(_LAST_WORD):
+                while True:
+                    said = await channel.receive(from_sender)
+                    if isinstance(said, Abort):
+                        return said
+        return None
+
+    def _silent(self, step: str) -> TransferFailed:
+        return TransferFailed(
+            f"the sender was silent for {self.stall:g} s", where=f"{self.where}, {step}"
+        )
 
 
 def _told(
-    said: FromSender, where: str, kind: type[UpdateRefused | UpdateFailed]
+    said: FromSender, where: str, kind: type[UpdateFailed] = TransferFailed
 ) -> UpdateRefused | UpdateFailed:
+    """What the sender said, as an error."""
     if not isinstance(said, Abort):
         return TransferFailed(f"the sender said {type(said).__name__} out of turn", where=where)
-    error = kind(str(said.failure), where=where)
-    error.remote_traceback = said.failure.traceback
-    return error
+    error = UpdateRefused if said.refused else kind
+    found = error(str(said.failure), where=where)
+    found.remote_traceback = said.failure.traceback
+    return found

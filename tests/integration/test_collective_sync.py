@@ -299,9 +299,9 @@ async def test_what_was_made_for_a_party_that_is_out_is_cancelled_not_forgotten(
     """It left just before it was to be heard: a coroutine that nobody awaits would warn, later."""
     import gc
 
-    from hotbunk.checkpoint_engine.transports.offering import Left, Party
+    from hotbunk.checkpoint_engine.transports.parties import Left, Party
 
-    party = Party(0, 1, 1.0)
+    party = Party(0, 1)
     party.done = True
 
     async def never() -> None:

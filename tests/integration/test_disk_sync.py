@@ -22,11 +22,10 @@ from hotbunk.checkpoint_engine.published import (
     RECORD,
     ROOTS_VARIABLE,
     SetName,
-    Writing,
     newest,
-    prune,
     sets,
 )
+from hotbunk.checkpoint_engine.publishing import Writing, prune
 from hotbunk.checkpoint_engine.source import state_dict_source
 from hotbunk.checkpoint_engine.sources.safetensors import SafetensorsSource
 from hotbunk.checkpoint_engine.transports.disk import DiskTransport, Published, latest

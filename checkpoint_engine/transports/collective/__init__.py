@@ -1,6 +1,6 @@
 """Weights by broadcast, over torch.distributed: gloo, nccl or hccl, by device.
 
-What is negotiated goes over TCP (:mod:`hotbunk.checkpoint_engine.transports.control`); the bytes go
+What is negotiated goes over TCP (:mod:`hotbunk.checkpoint_engine.transports.protocol`); the bytes go
 through process groups of the transport's own. Every replica has its own groups: one for each set of
 its ranks that want the same bytes (all of them, where no rank wants only slices), with the trainer
 as rank 0. A collective cannot leave a member out, so a member that dies or hangs breaks its group,
@@ -20,14 +20,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from hotbunk.checkpoint_engine.transports.base import Offer, Transport
-from hotbunk.checkpoint_engine.transports.offering import STALL, Party, check_address
+from hotbunk.checkpoint_engine.transports.offering import STALL
+from hotbunk.checkpoint_engine.transports.parties import Party
+from hotbunk.checkpoint_engine.transports.tcp import check_address
 from hotbunk.rollout.contract import Manifest, Ticket, Transfer
 from hotbunk.rollout.errors import ConfigError
 
 if TYPE_CHECKING:  # torch is imported where it is needed
     from hotbunk.checkpoint_engine.source import WeightSource
     from hotbunk.checkpoint_engine.transports.collective.groups import Group
-    from hotbunk.checkpoint_engine.transports.collective.sender import Link
+    from hotbunk.checkpoint_engine.transports.collective.sender import GroupLink
 
 MOST_KEPT = 256  # groups of one trainer
 
@@ -71,21 +73,11 @@ class CollectiveTransport(Transport):
         ranks: Sequence[int] = (1,),
         deadline: float = 600.0,
     ) -> Offer:
-        from hotbunk.checkpoint_engine.bucket import check_bucket_bytes
         from hotbunk.checkpoint_engine.transports.collective.sender import CollectiveOffer
 
-        check_bucket_bytes(manifest.bucket_bytes)
-        offer = CollectiveOffer(
-            self,
-            source,
-            manifest,
-            ranks=ranks,
-            deadline=deadline,
-            address=self.address,
-            stall=self._stall,
+        return CollectiveOffer(
+            self, source, manifest, ranks=ranks, deadline=deadline, stall=self._stall
         )
-        await offer.listen()
-        return offer
 
     @staticmethod
     async def open(ticket: Ticket) -> Transfer:
@@ -99,7 +91,7 @@ class CollectiveTransport(Transport):
 
     # -- for offers ---------------------------------------------------------------------------
 
-    def group_for(self, link: Link) -> tuple[Group, bool]:
+    def group_for(self, link: GroupLink) -> tuple[Group, bool]:
         """The link's group, and whether it must be built."""
         from hotbunk.checkpoint_engine.transports.collective.groups import Group, open_store
 

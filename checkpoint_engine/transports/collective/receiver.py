@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
 
 import msgspec
 import torch
 
+from hotbunk.checkpoint_engine.transports import tcp
+from hotbunk.checkpoint_engine.transports.channel import Channel
 from hotbunk.checkpoint_engine.transports.collective.groups import (
     DEVICES,
     Group,
     Kept,
 )
-from hotbunk.checkpoint_engine.transports.control import Ack, Channel, End, Full, Ready, Welcome
-from hotbunk.checkpoint_engine.transports.receiving import ReceivingTransfer, connect
-from hotbunk.rollout.contract import Bucket, BucketEntry, ReceiverLayout, Ticket
+from hotbunk.checkpoint_engine.transports.protocol import Full, Ready, Welcome, unpacked
+from hotbunk.checkpoint_engine.transports.receiving import OPEN_WAIT, ReceivingTransfer, greet
+from hotbunk.rollout.contract import ReceiverLayout, Ticket
 from hotbunk.rollout.errors import SessionError, TransferFailed
 
 MOST_KEPT = 8  # groups; the oldest are those of trainers that are gone
@@ -53,19 +54,18 @@ class CollectiveTransfer(ReceivingTransfer):
         self._key: tuple[str, int] = ("", 0)
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._seconds = self.stall
-        self._begun = self._whole = False
-        self._fingerprints: Mapping[str, int] = {}
+        self._declined = False
 
     @staticmethod
     async def open(ticket: Ticket) -> CollectiveTransfer:
-        channel, welcome = await connect(ticket, held())
-        return CollectiveTransfer(channel, welcome, ticket, ticket.address.rpartition(":")[0])
+        host, port, token = tcp.parse(ticket.address)
+        sock = await tcp.connect(host, port, OPEN_WAIT)
+        channel, welcome = await greet(sock, token, ticket, held())
+        return CollectiveTransfer(channel, welcome, ticket, host)
 
-    async def begin(self, data: bytes, layout: ReceiverLayout | None) -> None:
-        try:
-            way = msgspec.msgpack.decode(data, type=Way)
-        except msgspec.DecodeError as error:
-            raise TransferFailed(f"the sender named no group: {error}") from error
+    async def begin(self, data: bytes, fd: int | None, layout: ReceiverLayout | None) -> None:
+        await super().begin(data, fd, layout)
+        way = unpacked(data, Way)
         if not 0 < way.room <= LARGEST or way.backend not in DEVICES or way.seconds <= 0:
             raise TransferFailed(f"the sender's group makes no sense: {way}", where=self.where)
         self._seconds = way.seconds
@@ -91,57 +91,38 @@ class CollectiveTransfer(ReceivingTransfer):
             backend=way.backend,
             address=self._address,
         )
-        host = self._host.strip("[]")
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(group.executor, group.init, host, way.store_port, way.seconds)
+        await loop.run_in_executor(
+            group.executor, group.init, self._host, way.store_port, way.seconds
+        )
         _kept.put(self._key, group)
 
-    async def buckets(self) -> AsyncIterator[Bucket]:
-        if self._group is None:
-            raise SessionError("buckets were asked for before the update was accepted")
-        if self._begun:
-            raise SessionError("the buckets of this update were taken before")
-        self._begun = True
-        loop = asyncio.get_running_loop()
-        number = 0
-        while True:
-            step = f"bucket {number}"
-            said = await self.hear(step)
-            if isinstance(said, End):
-                self._fingerprints = said.fingerprints
-                break
-            if not isinstance(said, Full):
-                raise self.over(said, step, TransferFailed)
-            if said.number != number or not 0 <= said.used <= self._buffer.numel():
-                raise TransferFailed(
-                    f"bucket {said.number} of {said.used} bytes is out of turn",
-                    where=f"{self.where}, {step}",
-                )
-            data = self._buffer[: said.used]
-            if said.used:
-                work = loop.run_in_executor(
-                    self._group.executor, self._group.broadcast, data, self._seconds
-                )
-                try:
-                    await work
-                except TransferFailed as error:
-                    raise error.at(f"{self.where}, {step}") from error
-            yield Bucket(data, tuple(BucketEntry(*piece) for piece in said.entries))
-            await self.say(Ack(number))
-            number += 1
-        self._whole = True
-
-    async def fingerprints(self) -> Mapping[str, int]:
-        return self._fingerprints
+    async def lend(self, full: Full) -> torch.Tensor:
+        step = f"bucket {full.number}"
+        if not 0 <= full.used <= self._buffer.numel():
+            raise TransferFailed(
+                f"{step} has {full.used} bytes of {self._buffer.numel()}", where=self.where
+            )
+        data = self._buffer[: full.used]
+        if full.used:
+            group = self._group
+            assert group is not None
+            loop = asyncio.get_running_loop()
+            work = loop.run_in_executor(group.executor, group.broadcast, data, self._seconds)
+            try:
+                await work
+            except TransferFailed as error:
+                raise error.at(f"{self.where}, {step}") from error
+        return data
 
     async def decline(self) -> None:
-        self._whole = True  # nothing of a group was used
+        self._declined = True  # nothing of a group was used
         await super().decline()
 
     async def finish(self) -> None:
         """A group whose sync broke off may be in the middle of a piece of work."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
         group, self._group = self._group, None
-        if group is not None and not self._whole:
+        if group is not None and not (self._declined or self.ended):
             _kept.drop(self._key)
             group.close()

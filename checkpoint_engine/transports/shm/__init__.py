@@ -1,9 +1,9 @@
 """Weights between processes of one host, through memory that both have mapped.
 
 The trainer packs buckets into one half of a nameless file while the receivers copy the last bucket
-out of the other (``memory.py``, ``packing.py``). A receiver that publishes its arena and layout gets
-every tensor written where it belongs instead: one copy a byte. Control goes over a Unix socket in a
-private directory (``address.py``, ``protocol.py``); ``sender.py`` and ``receiver.py`` are its ends.
+out of the other (``memory.py``). A receiver that publishes its arena and layout gets every tensor
+written where it belongs instead: one copy a byte. Control goes over a Unix socket in a private
+directory; ``sender.py`` and ``receiver.py`` are its ends.
 
 The receiving side imports no torch.
 """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hotbunk.checkpoint_engine.transports.shm.protocol import HALVES
+from hotbunk.checkpoint_engine.transports.protocol import HALVES
 from hotbunk.rollout.arena import PAGE
 from hotbunk.rollout.binding import tensor_over
 from hotbunk.rollout.errors import MemoryFault, UpdateRefused

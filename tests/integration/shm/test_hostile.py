@@ -17,24 +17,27 @@ import msgspec
 import pytest
 import torch
 
-from hotbunk.checkpoint_engine.transports.shm import ShmTransport, address
-from hotbunk.checkpoint_engine.transports.shm.protocol import (
+from hotbunk.checkpoint_engine.transports import unix
+from hotbunk.checkpoint_engine.transports.channel import Channel
+from hotbunk.checkpoint_engine.transports.protocol import (
     HELLO_BYTES,
     Abort,
     Accept,
     Ack,
-    Channel,
     End,
     Failure,
     Full,
     Go,
     Hello,
-    Pull,
+    Ready,
     Vote,
     Welcome,
     frame,
     from_sender,
+    packed,
 )
+from hotbunk.checkpoint_engine.transports.shm import ShmTransport
+from hotbunk.checkpoint_engine.transports.shm.protocol import Way
 from hotbunk.rollout.contract import (
     FULL,
     Manifest,
@@ -62,8 +65,8 @@ async def said_by(channel: Channel) -> Any:
 
 
 async def stranger(ticket: Ticket) -> Channel:
-    home, _ = address.parse(ticket.address)
-    return Channel(await address.connect(home))
+    home, _ = unix.parse(ticket.address)
+    return Channel(await unix.connect(home))
 
 
 @pytest.fixture
@@ -144,11 +147,11 @@ async def test_tokens_of_an_older_sync_are_refused(
     with pytest.raises(TransferFailed, match="gone"):
         await open_transfer(old)
     offer, serving = await shm.offer(transport, NAMED, 512, ranks=[1, 1], version=Version(0, 2))
-    _, token = address.parse(old.address)
-    home, _ = address.parse(offer.tickets[0].address)
+    _, token = unix.parse(old.address)
+    home, _ = unix.parse(offer.tickets[0].address)
     with pytest.raises(TransferFailed, match="not a ticket"):
-        await open_transfer(Ticket("shm", address.ticket_address(home, token)))
-    for replay in (frame(Accept(None, None)), frame(Ack(0)), frame(Vote())):
+        await open_transfer(Ticket("shm", unix.ticket_address(home, token)))
+    for replay in (frame(Accept(None)), frame(Ack(0)), frame(Vote())):
         channel = await stranger(offer.tickets[0])
         await channel.send(replay)
         assert isinstance(await said_by(channel), Abort)
@@ -169,8 +172,8 @@ async def test_a_rank_comes_once_and_within_bounds(offered: Any) -> None:
 
 async def known(offered: Any) -> Channel:
     """A connection that has said hello."""
-    home, token = address.parse(offered.tickets[0].address)
-    channel = Channel(await address.connect(home))
+    home, token = unix.parse(offered.tickets[0].address)
+    channel = Channel(await unix.connect(home))
     await channel.send(frame(Hello(token, 0)))
     assert isinstance(await said_by(channel), Welcome)
     return channel
@@ -178,7 +181,7 @@ async def known(offered: Any) -> Channel:
 
 @pytest.mark.parametrize(
     "message",
-    [Ack(0), Pull(), Vote(), Hello("again", 0)],
+    [Ack(0), Ready(), Vote(), Hello("again", 0)],
     ids=lambda m: type(m).__name__,
 )
 async def test_out_of_turn(message: Any, offered: Any) -> None:
@@ -193,9 +196,7 @@ async def test_out_of_turn(message: Any, offered: Any) -> None:
 async def test_more_descriptors_than_the_protocol_has(offered: Any) -> None:
     channel = await known(offered)
     fds = array.array("i", [0] * 20)
-    channel._sock.sendmsg(
-        [frame(Accept(None, None))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
-    )
+    channel._sock.sendmsg([frame(Accept(None))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
     said = await said_by(channel)
     assert isinstance(said, Abort)
     assert "descriptors" in said.failure.text
@@ -208,7 +209,7 @@ async def test_acks_of_buckets_that_were_not_sent(
 ) -> None:
     offer, serving = await shm.offer(transport, NAMED, 512)
     channel = await known(offer)
-    await channel.send(frame(Accept(None, None)))
+    await channel.send(frame(Accept(None)))
     assert isinstance(await said_by(channel), Go)
     await channel.send(frame(Ack(ack)))
     while isinstance(said := await said_by(channel), Full):
@@ -266,7 +267,7 @@ async def test_an_arena_smaller_than_it_claims(
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 async def test_another_user_is_turned_away(offered: Any, tmp_path: Path) -> None:
     """The directory keeps it out; if somebody opens that, the kernel's word does."""
-    home, token = address.parse(offered.tickets[0].address)
+    home, token = unix.parse(offered.tickets[0].address)
     assert os.stat(home).st_mode & 0o777 == 0o700
     script = textwrap.dedent(
         """
@@ -301,16 +302,20 @@ async def test_another_user_is_turned_away(offered: Any, tmp_path: Path) -> None
 
 SPEC = TensorSpec("a", (16,), "float32", 64)
 MANIFEST = Manifest(Version(0, 1), (SPEC,), FULL, 64)
-WELCOME = frame(Welcome(MANIFEST, 2.0))
+WELCOME = frame(Welcome(MANIFEST, 60.0, 2.0))
+
+
+def go(room: int) -> bytes:
+    return frame(Go(packed(Way(False, room))))
 
 
 class Impostor:
     """Listens like a sender and says what it is told to."""
 
     def __init__(self, tmp_path: Path, *frames: tuple[bytes, int | None]) -> None:
-        self.listener, self.home = address.listen(tmp_path)
+        self.listener, self.home = unix.listen(tmp_path)
         self.frames = frames
-        self.ticket = Ticket("shm", address.ticket_address(self.home, "t"))
+        self.ticket = Ticket("shm", unix.ticket_address(self.home, "t"))
 
     async def run(self) -> None:
         sock, _ = await asyncio.get_running_loop().sock_accept(self.listener)
@@ -324,7 +329,7 @@ class Impostor:
         finally:
             channel.close()
             self.listener.close()
-            address.remove(self.home)
+            unix.remove(self.home)
 
 
 async def received(ticket: Ticket) -> None:
@@ -343,17 +348,18 @@ async def received(ticket: Ticket) -> None:
     "frames",
     [
         [b"\xff\xff\xff\xff"],
-        [frame(Go(False, 64))],
+        [go(64)],
         [WELCOME, frame(Full(0, 0, ()))],
-        [WELCOME, frame(Go(False, 64))],
-        [WELCOME, frame(Go(False, 1 << 40)), "fd"],
-        [WELCOME, frame(Go(False, -64)), "fd"],
-        [WELCOME, frame(Go(False, 4096)), "fd", frame(Full(1, 64, ((0, 0, 64, 0),)))],
-        [WELCOME, frame(Go(False, 4096)), "fd", frame(Full(0, 4097, ((0, 0, 64, 0),)))],
-        [WELCOME, frame(Go(False, 4096)), "fd", frame(Full(0, -1, ()))],
-        [WELCOME, frame(Go(False, 4096)), "fd", WELCOME],
-        [WELCOME, frame(Go(False, 4096)), "fd", b"\x02\x00\x00\x00\xc1\xc1"],
-        [WELCOME, frame(Go(False, 4096)), "fd"],
+        [WELCOME, frame(Go(b"\xc1"))],
+        [WELCOME, go(64)],
+        [WELCOME, go(1 << 40), "fd"],
+        [WELCOME, go(-64), "fd"],
+        [WELCOME, go(4096), "fd", frame(Full(1, 64, ((0, 0, 64, 0),)))],
+        [WELCOME, go(4096), "fd", frame(Full(0, 4097, ((0, 0, 64, 0),)))],
+        [WELCOME, go(4096), "fd", frame(Full(0, -1, ()))],
+        [WELCOME, go(4096), "fd", WELCOME],
+        [WELCOME, go(4096), "fd", b"\x02\x00\x00\x00\xc1\xc1"],
+        [WELCOME, go(4096), "fd"],
         [WELCOME, frame(Abort(Failure("RuntimeError", "no")))],
     ],
 )
@@ -418,16 +424,14 @@ async def test_a_frame_with_a_descriptor_is_sent_once() -> None:
 
     channel = Channel(Leaving(fileno=ours.detach()))
     with open(os.devnull, encoding="utf-8") as file:  # noqa: ASYNC230 - it is no disk
-        await channel.send(frame(Go(False, 64)), file.fileno())
+        await channel.send(go(64), file.fileno())
     channel.close()
 
 
 async def test_end_without_buckets(tmp_path: Path) -> None:
     memory = os.memfd_create("hotbunk-test")
     os.ftruncate(memory, 8192)
-    impostor = Impostor(
-        tmp_path, (WELCOME, None), (frame(Go(False, 4096)), memory), (frame(End({})), None)
-    )
+    impostor = Impostor(tmp_path, (WELCOME, None), (go(4096), memory), (frame(End({})), None))
     running = asyncio.create_task(impostor.run())
     transfer = await open_transfer(impostor.ticket)
     await transfer.accept(None)

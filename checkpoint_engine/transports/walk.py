@@ -1,21 +1,26 @@
 """One walk of a source for all receivers: each tensor is looked at once and packed for everyone.
 
-Receivers that want the same bytes share a stream. A stream's buckets are cut once, and the copies
-of a bucket are compiled once and run again in every sync whose tensors lie where they lay. The walk
-has a thread of its own. It waits there for receivers, never for the event loop.
+The walk has a thread of its own. It waits there for receivers, never for the event loop.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from hotbunk.checkpoint_engine.layout import Want, cut
+from hotbunk.checkpoint_engine.layout import Want
 from hotbunk.checkpoint_engine.source import WeightSource
+from hotbunk.checkpoint_engine.transports.streams import (
+    Batch,
+    Held,
+    Identity,
+    Plans,
+    Stream,
+    Taker,
+)
 from hotbunk.rollout.binding import dtype_from, dtype_name
 from hotbunk.rollout.contract import BucketEntry, TensorSpec
 from hotbunk.rollout.errors import DeadlineExceeded, ShapeMismatch, TransferFailed
@@ -27,133 +32,6 @@ _LOOK = 1.0  # seconds; how often a waiting walk looks at the clock
 
 class Stopped(Exception):
     """The walk is not wanted any more."""
-
-
-class Member:
-    """A receiver rank in a stream. It takes ``granted`` buckets without being asked again.
-
-    ``target`` is its arena where the walk writes in place, with the places of each wanted tensor.
-    """
-
-    def __init__(
-        self,
-        window: int,
-        target: torch.Tensor | None = None,
-        places: Sequence[tuple[int, ...]] = (),
-    ) -> None:
-        self.window = window
-        self.granted = 0
-        self.gone = False
-        self.target = target
-        self.places = places
-
-
-class Stream:
-    """Receivers that get the same buckets, of at most ``room`` bytes.
-
-    :param batch: bytes of source tensors that are held before they are copied (default: ``room``).
-    :param halves: where buckets are packed; none if every member is written in place.
-    """
-
-    def __init__(
-        self,
-        want: tuple[Want, ...],
-        room: int,
-        members: Sequence[Member],
-        halves: Sequence[torch.Tensor],
-        *,
-        batch: int | None = None,
-    ) -> None:
-        self.want = want
-        self.room = room
-        self.batch = room if batch is None else batch
-        self.members = list(members)
-        self.halves = list(halves)
-        self.table = cut(want, room)
-
-    @property
-    def key(self) -> Hashable:
-        """What a plan is made for, but for the tensors."""
-        lie = [t.data_ptr() for t in self.halves]
-        lie += [m.target.data_ptr() for m in self._in_place()]  # type: ignore[union-attr]
-        return (self.want, self.room, self.batch, tuple(lie))
-
-    def alive(self) -> bool:
-        """Whether anybody still wants it."""
-        return any(not m.gone for m in self.members)
-
-    def _in_place(self) -> list[Member]:
-        return [m for m in self.members if m.target is not None and not m.gone]
-
-    def targets(self, number: int, position: int, entry: BucketEntry) -> Iterator[torch.Tensor]:
-        """Every place of a piece: bytes in the half, and bytes in each arena."""
-        if self.halves:
-            half = self.halves[number % len(self.halves)]
-            yield half[entry.offset : entry.offset + entry.nbytes]
-        for member in self._in_place():
-            assert member.target is not None
-            for place in member.places[position]:
-                yield member.target[place + entry.start : place + entry.start + entry.nbytes]
-
-
-class _Identity(NamedTuple):
-    """A tensor that is the same as last time lies where it lay, in the same form."""
-
-    address: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Identity:
-        return _Identity(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-
-
-class _Held(NamedTuple):
-    """A piece to copy."""
-
-    position: int  # in Stream.want
-    entry: BucketEntry
-    tensor: torch.Tensor
-
-
-class _Batch:
-    """Copies that are done together, and what is fingerprinted after them: by address alone."""
-
-    def __init__(
-        self, identities: list[_Identity], plan: CopyPlan, sums: list[tuple[int, int, int]]
-    ) -> None:
-        self.identities = identities
-        self.plan = plan
-        self.sums = sums  # address, bytes, start
-
-
-class Plans:
-    """Compiled batches of one stream, kept from sync to sync. Holds no tensor of the source."""
-
-    def __init__(self) -> None:
-        self._key: Hashable = None
-        self._batches: dict[int, _Batch] = {}
-        self.reused = 0
-        self.compiled = 0
-
-    def use(self, key: Hashable) -> None:
-        """Forget everything unless it was made for the same."""
-        if key != self._key:
-            self._key, self._batches = key, {}
-
-    def find(self, number: int, held: Sequence[_Held]) -> _Batch | None:
-        batch = self._batches.get(number)
-        if batch is None or len(batch.identities) != len(held):
-            return None
-        for identity, piece in zip(batch.identities, held, strict=True):
-            if identity != _Identity.of(piece.tensor):
-                return None
-        self.reused += 1
-        return batch
-
-    def keep(self, number: int, batch: _Batch) -> None:
-        self._batches[number] = batch
 
 
 OnFull = Callable[[Stream, int, int, tuple[BucketEntry, ...]], None]
@@ -191,16 +69,16 @@ class Walk:
 
     # -- from the event loop ------------------------------------------------------------------
 
-    def grant(self, member: Member, granted: int) -> None:
-        """The member takes buckets below this number."""
+    def grant(self, taker: Taker, granted: int) -> None:
+        """The taker takes buckets below this number."""
         with self._changed:
-            member.granted = max(member.granted, granted)
+            taker.granted = max(taker.granted, granted)
             self._changed.notify_all()
 
-    def leave(self, member: Member) -> None:
-        """Do not wait for the member any more, and begin no more writes to its arena."""
+    def leave(self, taker: Taker) -> None:
+        """Do not wait for the taker any more, and begin no more writes to its arena."""
         with self._changed:
-            member.gone = True
+            taker.gone = True
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -215,14 +93,14 @@ class Walk:
             lane.forget()
 
     def quiet(self, seconds: float) -> bool:
-        """Wait, in a thread, until nothing is written to members that left before."""
+        """Wait, in a thread, until nothing is written to takers that left before."""
         if not self._writing.acquire(timeout=seconds):
             return False
         self._writing.release()
         return True
 
     def fingerprints(self, stream: Stream) -> dict[str, int]:
-        """After the walk: of each tensor as the stream's members got it."""
+        """After the walk: of each tensor as the stream's takers got it."""
         return next(lane.sums for lane in self._lanes if lane.stream is stream)
 
     # -- in a thread --------------------------------------------------------------------------
@@ -257,13 +135,13 @@ class Walk:
             lane.finish()
 
     def wait_for(self, stream: Stream, number: int) -> bool:
-        """Until every member takes that bucket; False: none is left."""
+        """Until every taker takes that bucket; False: none is left."""
         with self._changed:
             while True:
                 self._check()
-                members = [m for m in stream.members if not m.gone]
-                if all(m.granted > number for m in members):
-                    return bool(members)
+                takers = [m for m in stream.takers if not m.gone]
+                if all(m.granted > number for m in takers):
+                    return bool(takers)
                 if time.monotonic() > self._until:
                     raise DeadlineExceeded(f"taking bucket {number}", self._deadline)
                 self._changed.wait(_LOOK)
@@ -296,7 +174,7 @@ class _Lane:
         self._position = {one.spec: position for position, one in enumerate(stream.want)}
         self._number = -1  # of the bucket being filled
         self._used = 0
-        self._held: list[_Held] = []
+        self._held: list[Held] = []
         self._held_bytes = 0
         self._batches = 0
         self._flat: tuple[int, torch.Tensor] | None = None
@@ -327,7 +205,7 @@ class _Lane:
                 self._number, self._used = number, 0
                 if not self._live:
                     break
-            self._held.append(_Held(position, entry, tensor))
+            self._held.append(Held(position, entry, tensor))
             self._used = entry.offset + entry.nbytes
             self._piece = next(self._due, None)
         self._held_bytes += nbytes
@@ -337,8 +215,8 @@ class _Lane:
     def forget(self) -> None:
         self._held, self._flat = [], None
         self.stream.halves = []
-        for member in self.stream.members:
-            member.target = None
+        for taker in self.stream.takers:
+            taker.target = None
 
     def finish(self) -> None:
         if self._live:
@@ -357,7 +235,7 @@ class _Lane:
         if self._piece is None or self._flat is None or self._flat[0] != self._piece[1].index:
             self._flat = None  # only a tensor that goes on is looked at again
 
-    def _write(self, held: list[_Held]) -> None:
+    def _write(self, held: list[Held]) -> None:
         number, self._batches = self._batches, self._batches + 1
         if self.stream.key != self._key:  # somebody left
             self._key = self.stream.key
@@ -375,7 +253,7 @@ class _Lane:
                 name = self._specs[piece.entry.index].name
                 self.sums[name] = (self.sums[name] + one) & MASK
 
-    def _write_anew(self, number: int, held: list[_Held]) -> list[int]:
+    def _write_anew(self, number: int, held: list[Held]) -> list[int]:
         """Compile, run, and keep what can be run again by address; the pieces' fingerprints."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         sums: list[tuple[torch.Tensor, int]] = []
@@ -399,9 +277,9 @@ class _Lane:
         found = fingerprints(sums)
         self._plans.compiled += 1
         if stays and plan.let_go():
-            identities = [_Identity.of(piece.tensor) for piece in held]
+            identities = [Identity.of(piece.tensor) for piece in held]
             lie = [(seen.data_ptr(), seen.nbytes, start) for seen, start in sums]
-            self._plans.keep(number, _Batch(identities, plan, lie))
+            self._plans.keep(number, Batch(identities, plan, lie))
         return found
 
     def _flattened(self, want: Want, tensor: torch.Tensor) -> torch.Tensor:

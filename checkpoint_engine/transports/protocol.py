@@ -1,13 +1,10 @@
-"""What the two ends of a sync say to each other over TCP, whatever way the bytes take.
-
-A frame is its length (four bytes, little-endian) and a msgpack message. Nothing is pickled, every
-frame has a bound, and a peer is told by the random token of its ticket and by its rank.
+"""What the two ends of a sync say to each other, whatever way the bytes take.
 
     receiver                                    sender
     Hello(token, rank)                    ->
                                           <-    Welcome(manifest, ...) | Abort
-    Accept(layout) | Decline | Abort      ->
-                                          <-    Go(data) | Abort      once all ranks have accepted
+    Accept(layout, data) | Decline        ->
+                                          <-    Go(data)              once all ranks have accepted
     Ready                                 ->                          where the way must be built
                                           <-    Full(number, used, entries) ...
     Ack(number) ...                       ->
@@ -15,13 +12,16 @@ frame has a bound, and a peer is told by the random token of its ticket and by i
     Vote                                  ->
                                           <-    Committed             once all ranks have voted
 
-Either side says Abort at any point, and the sender says Beat while it has nothing else to say.
-``Go.data``, and whether Ready, Full, Ack and End are said, is the transport's own business.
+Either side says Abort at any point, and the sender says Beat while it has nothing else to say. A
+peer is told by the random token of its ticket and by its rank, over a Unix socket by its user, too.
+
+``Accept.data`` and ``Go.data`` are the transport's own messages, as bytes (:func:`packed`,
+:func:`unpacked`); a descriptor may travel with either. Whether Ready, Full, Ack and End are said is
+the transport's business.
 """
 
 from __future__ import annotations
 
-import asyncio
 import traceback
 from collections.abc import Mapping
 from typing import TypeVar
@@ -31,11 +31,11 @@ import msgspec
 from hotbunk.rollout.contract import Manifest, ReceiverLayout
 from hotbunk.rollout.errors import HotbunkError, TransferFailed
 
-PROTOCOL = 1
+PROTOCOL = 2
 HELLO_BYTES = 4 << 10  # most of a frame from somebody who has not shown a token
 FRAME_BYTES = 64 << 20  # most of any frame: layouts and manifests of a few hundred thousand names
+HALVES = 2  # buckets that one receiver may have at a time: one is packed, one is copied out
 _TRACEBACK = 16 << 10  # characters kept of one
-_LARGE = 128 << 10  # bytes; decoding more would hold the event loop up
 
 T = TypeVar("T")
 Piece = tuple[int, int, int, int]  # a BucketEntry: index, start, nbytes, offset
@@ -69,7 +69,7 @@ class Hello(_Message, frozen=True):
 
     token: str
     rank: int
-    process: str
+    process: str = ""
     holds: tuple[str, ...] = ()
     protocol: int = PROTOCOL
 
@@ -84,6 +84,7 @@ class Welcome(_Message, frozen=True):
 
 class Accept(_Message, frozen=True):
     layout: ReceiverLayout | None
+    data: bytes = b""
 
 
 class Decline(_Message, frozen=True):
@@ -97,11 +98,11 @@ class Go(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    pass
+    """From now on bytes may come."""
 
 
 class Full(_Message, frozen=True):
-    """Bucket ``number`` comes next: ``used`` bytes."""
+    """Bucket ``number`` comes next, or is there: ``used`` bytes."""
 
     number: int
     used: int
@@ -139,78 +140,25 @@ FromReceiver = Hello | Accept | Decline | Ready | Ack | Vote | Abort
 FromSender = Welcome | Go | Full | End | Committed | Beat | Abort
 Message = FromReceiver | FromSender
 
-_encode = msgspec.msgpack.Encoder().encode
 from_receiver = msgspec.msgpack.Decoder(FromReceiver)
 from_sender = msgspec.msgpack.Decoder(FromSender)
+#: A transport's own message, as bytes.
+packed = msgspec.msgpack.Encoder().encode
+
+
+def unpacked(data: bytes, kind: type[T]) -> T:
+    """A transport's own message. :raises TransferFailed: it makes no sense."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TransferFailed(f"the peer's {kind.__name__} makes no sense: {error}") from error
 
 
 def frame(message: Message) -> bytes:
     """A message as bytes on the wire. :raises TransferFailed: it is too large for a frame."""
-    body = _encode(message)
+    body = packed(message)
     if len(body) > FRAME_BYTES:
         raise TransferFailed(
             f"a {type(message).__name__} of {len(body)} bytes is more than {FRAME_BYTES}"
         )
     return len(body).to_bytes(4, "little") + body
-
-
-class Channel:
-    """One connection: whole frames. One task reads; anybody writes."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    @property
-    def local(self) -> str:
-        """The address of this end."""
-        return str(self._writer.get_extra_info("sockname")[0])
-
-    async def send(self, message: Message, seconds: float) -> None:
-        """Send a message.
-
-        :raises TransferFailed: the peer is gone, or takes nothing for ``seconds``.
-        """
-        try:
-            self._writer.write(frame(message))
-            async with asyncio.timeout(seconds):
-                await self._writer.drain()
-        except TimeoutError:
-            raise TransferFailed(f"the peer took nothing for {seconds:g} s") from None
-        except OSError as error:
-            raise TransferFailed(f"the peer is gone: {error}") from error
-
-    def beat(self) -> None:
-        """Say that we live, unless the peer reads nothing or is gone."""
-        transport = self._writer.transport
-        if not transport.is_closing() and not transport.get_write_buffer_size():
-            self._writer.write(frame(Beat()))
-
-    async def receive(self, decoder: msgspec.msgpack.Decoder[T], most: int = FRAME_BYTES) -> T:
-        """The next message. Wrap it in a timeout; after one, the channel is good for nothing.
-
-        :raises TransferFailed: the peer is gone, or a frame is longer than ``most`` or makes no
-            sense.
-        """
-        try:
-            size = int.from_bytes(await self._reader.readexactly(4), "little")
-            if size > most:
-                raise TransferFailed(f"a frame of {size} bytes, and {most} are allowed here")
-            body = await self._reader.readexactly(size)
-        except (OSError, asyncio.IncompleteReadError) as error:
-            raise TransferFailed("the peer is gone: the connection ended") from error
-        try:
-            if len(body) > _LARGE:
-                return await asyncio.to_thread(decoder.decode, body)
-            return decoder.decode(body)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise TransferFailed(f"a frame that makes no sense: {error}") from error
-
-    async def close(self, seconds: float = 1.0) -> None:
-        """Close; what was written still goes out if the peer takes it in time. Idempotent."""
-        self._writer.close()
-        try:
-            async with asyncio.timeout(seconds):
-                await self._writer.wait_closed()
-        except (OSError, TimeoutError):
-            self._writer.transport.abort()

@@ -1,4 +1,4 @@
-"""Where an offer can be reached: a socket in a private directory, and a token.
+"""Offers on this host: a socket in a private directory, and a token.
 
 A socket's address holds about a hundred characters, and temporary directories may be longer, so
 both ends go through a descriptor of the directory.
@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hotbunk.checkpoint_engine.transports.base import Door
 from hotbunk.rollout.errors import TransferFailed
 
-PREFIX = "hotbunk-shm-"
+PREFIX = "hotbunk-sync-"
 _NAME = "s"
 _BACKLOG = 1024
 _TRIES = 5  # within a tenth of a second
@@ -59,16 +60,32 @@ def remove(home: Path) -> None:
         home.rmdir()
 
 
+class UnixDoor(Door):
+    """For receivers of this host and user."""
+
+    same_user = True
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self.listener, self._home = listen(directory)
+
+    def address(self, token: str) -> str:
+        return ticket_address(self._home, token)
+
+    def close(self) -> None:
+        self.listener.close()
+        remove(self._home)
+
+
 def ticket_address(home: Path, token: str) -> str:
     """What a ticket says."""
     return f"{token}@{home}"
 
 
 def parse(address: str) -> tuple[Path, str]:
-    """The directory and the token. :raises TransferFailed: it is not a ticket of this transport."""
+    """The directory and the token. :raises TransferFailed: it is not such an address."""
     token, at, home = address.partition("@")
     if not at or not os.path.isabs(home):
-        raise TransferFailed(f"{address!r} is no address of the shm transport")
+        raise TransferFailed(f"{address!r} is no address of an offer on this host")
     return Path(home), token
 
 

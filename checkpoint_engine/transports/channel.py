@@ -1,0 +1,159 @@
+"""One connection of a sync: whole frames, and descriptors beside them where the socket carries any.
+
+A frame is its length (four bytes, little-endian) and a msgpack message. Nothing is pickled and every
+frame has a bound.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+
+from hotbunk.checkpoint_engine.transports.protocol import FRAME_BYTES
+from hotbunk.rollout.errors import TransferFailed
+
+_MOST_FDS = 4  # waiting to be claimed
+_CHUNK = 256 << 10  # bytes; read at a time
+_LEFT_OVER = 64  # chunks read of what came too late
+_LARGE = 128 << 10  # bytes; decoding more would hold the event loop up
+
+T = TypeVar("T")
+
+
+class Channel:
+    """A connected socket, Unix or TCP.
+
+    One task reads and one writes. Descriptors that nobody claimed are closed with the channel.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self._buffer = bytearray()
+        self._fds: list[int] = []
+
+    @property
+    def peer_uid(self) -> int:
+        """The user at the other end of a Unix socket, as the kernel knows it."""
+        size = struct.calcsize("3i")
+        credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return int(struct.unpack("3i", credentials)[1])
+
+    @property
+    def local(self) -> str:
+        """The address of this end of a TCP connection."""
+        return str(self._sock.getsockname()[0])
+
+    async def send(self, data: bytes, fd: int | None = None) -> None:
+        """Send a frame, and a descriptor with its first byte. Cut off, the channel is done for.
+
+        :raises TransferFailed: the peer is gone.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            sent = 0
+            if fd is not None:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+                while not sent:
+                    try:
+                        sent = self._sock.sendmsg([data], rights)
+                    except BlockingIOError:
+                        await self._ready(loop.add_writer, loop.remove_writer)
+            if sent < len(data):
+                await loop.sock_sendall(self._sock, memoryview(data)[sent:])
+        except OSError as error:
+            raise TransferFailed(f"the peer is gone: {error}") from error
+
+    async def receive(self, decoder: msgspec.msgpack.Decoder[T], most: int = FRAME_BYTES) -> T:
+        """The next message. It may be waited for again after a timeout.
+
+        :raises TransferFailed: the peer is gone, or a frame is longer than ``most`` or makes no
+            sense.
+        """
+        body = await self._frame(most)
+        try:
+            if len(body) > _LARGE:
+                return await asyncio.to_thread(decoder.decode, body)
+            return decoder.decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise TransferFailed(f"a frame that makes no sense: {error}") from error
+
+    def claim(self) -> int | None:
+        """The descriptor that came with the frames read so far; it is the caller's now."""
+        return self._fds.pop(0) if self._fds else None
+
+    def close(self) -> None:
+        """Idempotent. What was sent still arrives."""
+        if self._sock.fileno() >= 0:
+            # A connection that is closed over unread bytes is reset, and the last word is lost.
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)
+                for _ in range(_LEFT_OVER):
+                    if not self._sock.recv(_CHUNK):
+                        break
+            self._sock.close()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    async def _frame(self, most: int) -> bytes:
+        while len(self._buffer) < 4:
+            await self._fill()
+        size = int.from_bytes(self._buffer[:4], "little")
+        if size > most:
+            raise TransferFailed(f"a frame of {size} bytes, and {most} are allowed here")
+        while len(self._buffer) < 4 + size:
+            await self._fill()
+        body = bytes(memoryview(self._buffer)[4 : 4 + size])
+        del self._buffer[: 4 + size]
+        return body
+
+    async def _fill(self) -> None:
+        loop = asyncio.get_running_loop()
+        room = socket.CMSG_SPACE(_MOST_FDS * 4)
+        found = None
+        while found is None:
+            try:
+                found = self._sock.recvmsg(_CHUNK, room, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                await self._ready(loop.add_reader, loop.remove_reader)
+            except OSError as error:
+                raise TransferFailed(f"the peer is gone: {error}") from error
+        data, rights, flags, _ = found
+        for level, kind, content in rights:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                whole = array.array("i")
+                whole.frombytes(content[: len(content) - len(content) % whole.itemsize])
+                self._fds.extend(whole)
+        if len(self._fds) > _MOST_FDS or flags & socket.MSG_CTRUNC:
+            raise TransferFailed("the peer sends more descriptors than the protocol has")
+        if not data:
+            raise TransferFailed("the peer is gone: it closed the connection")
+        self._buffer += data
+
+    async def _ready(
+        self,
+        add: Callable[[socket.socket, Callable[[], None]], object],
+        remove: Callable[[socket.socket], object],
+    ) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def ready() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        add(self._sock, ready)
+        try:
+            await future
+        finally:
+            if self._sock.fileno() >= 0:
+                remove(self._sock)
