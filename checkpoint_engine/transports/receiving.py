@@ -48,7 +48,7 @@ from hotbunk.rollout.errors import (
     UpdateRefused,
 )
 
-OPEN_WAIT = 30.0  # seconds for the sender to answer a hello
+OPEN_WAIT = 10.0  # seconds for the sender to answer a hello
 ABORT_WAIT = 5.0  # seconds for the sender to take a word of farewell, and to write no more
 _LAST_WORD = 1.0  # seconds for what the sender said before it went
 _GRACE = 1.0  # seconds after the deadline for the sender to say so itself
