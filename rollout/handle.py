@@ -11,6 +11,7 @@ from typing import Protocol
 from hotbunk.rollout.contract import (
     FULL,
     AbortReport,
+    Cache,
     Capabilities,
     Digests,
     GenerateRequest,
@@ -80,6 +81,7 @@ class ReplicaHandle(Protocol):
     ) -> PauseReport: ...
     async def resume_generation(self, *, owner: str = CALLER) -> None: ...
     async def abort(self, request_ids: Sequence[str] | None = None) -> AbortReport: ...
+    async def reset_caches(self, which: Collection[Cache] | None = None) -> None: ...
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]: ...
     async def status(self) -> ReplicaStatus: ...
     async def digest(self, names: Collection[str] | None = None) -> Digests: ...
@@ -162,6 +164,9 @@ class LocalHandle:
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> AbortReport:
         return await self._replica.abort(request_ids)
+
+    async def reset_caches(self, which: Collection[Cache] | None = None) -> None:
+        await self._replica.reset_caches(which)
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         return self._replica.generate(request)

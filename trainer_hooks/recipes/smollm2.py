@@ -45,7 +45,7 @@ def ensure_smollm2(cache_dir: str | Path | None = None) -> Path:
     :raises ConfigError: the cache cannot be written, or the GGUF file is broken.
     :raises DeadlineExceeded: another process has been converting for 15 minutes.
     """
-    models = _cache_root(cache_dir) / "models"
+    models = cache_root(cache_dir) / "models"
     target = models / _NAME
     if _is_whole(target):
         return target
@@ -64,7 +64,8 @@ def ensure_smollm2(cache_dir: str | Path | None = None) -> Path:
     return target
 
 
-def _cache_root(cache_dir: str | Path | None) -> Path:
+def cache_root(cache_dir: str | Path | None = None) -> Path:
+    """Where what is made once is kept: ``cache_dir``, ``$HOTBUNK_CACHE`` or the user's cache."""
     if cache_dir is not None:
         return Path(cache_dir)
     if own := os.environ.get("HOTBUNK_CACHE"):

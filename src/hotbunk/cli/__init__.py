@@ -73,6 +73,70 @@ def conformance(
 
 
 @app.command()
+def serve(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")],
+    preset: Annotated[
+        str | None, typer.Option(help="tiny (an untrained model), or smollm2.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="A model directory.")] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    dev: Annotated[
+        bool, typer.Option("--dev", help="Control endpoints without a key, on loopback only.")
+    ] = False,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="Keys, one a line. Control endpoints exist, and a key is needed."),
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option("--enable-prefix-caching", help="KV of one prompt serves others.")
+    ] = False,
+    enable_prompt_tokens_details: Annotated[
+        bool, typer.Option("--enable-prompt-tokens-details", help="Tell usage's cached tokens.")
+    ] = False,
+    strict_model: Annotated[
+        bool, typer.Option("--strict-model", help="404 for any model name but its own.")
+    ] = False,
+    data_parallel: Annotated[int, typer.Option(min=1, help="Ranks, each a process.")] = 1,
+    allowed_root: Annotated[
+        list[Path] | None,
+        typer.Option(help="Weights may be named by path under it; may be repeated."),
+    ] = None,
+    hold_deadline: Annotated[
+        float, typer.Option(min=0, help="Seconds a held or frozen request waits.")
+    ] = 600.0,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="An option of the engine."),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP: OpenAI's endpoints, and vLLM's control plane.
+
+    SIGTERM ends it: requests in flight end with a retryable abort, and it exits with 0.
+    """
+    from hotbunk.cli.serve import Options, run
+
+    sys.exit(
+        run(
+            Options(
+                preset=preset,
+                model=model,
+                host=host,
+                port=port,
+                dev=dev,
+                api_key_file=api_key_file,
+                enable_prefix_caching=enable_prefix_caching,
+                enable_prompt_tokens_details=enable_prompt_tokens_details,
+                strict_model=strict_model,
+                data_parallel=data_parallel,
+                allowed_root=allowed_root or [],
+                hold_deadline=hold_deadline,
+                settings=settings or [],
+            )
+        )
+    )
+
+
+@app.command()
 def bench(
     name: Annotated[str, typer.Argument(help="Which one: kernels, manager or pool.")],
     json: Annotated[Path | None, typer.Option(help="The file to write the rows into.")] = None,
