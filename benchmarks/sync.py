@@ -1,16 +1,18 @@
 """Weight sync from a trainer's process to an engine's, against the other ways on one host.
 
 Whole syncs are timed: from the offer to the commit. The peers verify nothing, so ours does not
-either, except in the rows that say so.
+either, except in the rows that say so. Peers that are not installed (verl, Ray) are left out.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import json
 import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -23,7 +25,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from hotbunk.benchmarks import sync_engine
+from hotbunk.benchmarks import sync_engine, verl_transfer
 from hotbunk.benchmarks.kernels import SHAPES_135M
 from hotbunk.benchmarks.rows import Row, in_turns
 from hotbunk.checkpoint_engine.source import state_dict_source
@@ -88,6 +90,7 @@ class _Pair:
         self._threads = threads
         self._stack = contextlib.ExitStack()
         self._steps = itertools.count(1)
+        self._ray_address = ""
         # One a way, as a trainer has one: it keeps what that way needs.
         self._transports: dict[tuple[bool, str], ShmTransport] = {}
 
@@ -140,6 +143,10 @@ class _Pair:
             "new SharedMemory and pickled table a bucket": self._shared_memory,
             "safetensors in /dev/shm": self._safetensors,
         }
+        if verl_transfer.installed():
+            peers["verl's sender and receiver"] = self._verl
+        if importlib.util.find_spec("ray") is not None:
+            peers["Ray's object store"] = self._ray
         for name, way in (ways | peers).items():
             self._check(name, way)
         calls = [*ways.values(), *peers.values(), limit.run]
@@ -239,6 +246,33 @@ class _Pair:
         self._ask("safetensors", path=str(self._path))
         _answer(self._pipe)
         self._path.unlink()
+
+    def _verl(self) -> None:
+        address = f"ipc://{self._path.parent / 'verl'}"
+        self._ask("verl", address=address)
+        self._runner.run(verl_transfer.sender(address).async_send_weights(iter(self.named.items())))
+        _answer(self._pipe)
+
+    def _ray(self) -> None:
+        """One object a tensor, as trainers do; the engine maps them and copies."""
+        import ray
+
+        if not self._ray_address:
+            os.environ["RAY_AUTH_MODE"] = "disabled"  # as in the engine: it joins as a driver
+            store = min(2 * self.nbytes + (1 << 28), 6 << 30)
+            context = ray.init(
+                num_cpus=1,
+                object_store_memory=store,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+            )
+            self._stack.callback(ray.shutdown)
+            self._ray_address = context.address_info["address"]
+        refs = [ray.put(as_bytes(t).numpy()) for t in self.named.values()]
+        self._ask("ray", address=self._ray_address)
+        self._pipe.send([ray.cloudpickle.dumps(ref) for ref in refs])
+        _answer(self._pipe)
 
 
 def _answer(pipe: Connection) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from hotbunk.benchmarks import verl_transfer
 from hotbunk.rollout import kernels
 from hotbunk.rollout.binding import dtype_from, tensor_over
 from hotbunk.rollout.contract import ArenaHandle, Bucket, Placement, ReceiverLayout, Ticket
@@ -100,6 +102,25 @@ class Weights:
             for name, tensor in self.tensors.items():
                 tensor.copy_(file.get_tensor(name))
 
+    def verl(self, address: str) -> None:
+        """Whole tensors a bucket, copied into the weights."""
+
+        def apply(tensors: Sequence[tuple[str, torch.Tensor]], last: bool) -> None:
+            for name, tensor in tensors:
+                self.tensors[name].copy_(tensor)
+
+        verl_transfer.receiver(address).receive_weights(apply)
+
+    def ray(self, address: str, pipe: Connection) -> None:
+        """Objects of the store of this machine, mapped and copied."""
+        import ray
+
+        if not ray.is_initialized():
+            ray.init(address, logging_level="error", log_to_driver=False)
+        for data, told in zip(self.bytes, pipe.recv(), strict=True):
+            # By numpy: torch warns of memory that cannot be written to.
+            np.copyto(data.numpy(), ray.get(ray.cloudpickle.loads(told)))
+
 
 def main(pipe: Connection, shapes: Sequence[Shape], threads: int, store: str) -> None:
     """Serve commands until told to stop; each is answered with None, or with what went wrong."""
@@ -119,6 +140,10 @@ def main(pipe: Connection, shapes: Sequence[Shape], threads: int, store: str) ->
                 weights.shared_memory(pipe)
             elif way == "safetensors":
                 weights.safetensors(Path(told["path"]))
+            elif way == "verl":
+                weights.verl(told["address"])
+            elif way == "ray":
+                weights.ray(told["address"], pipe)
             elif way == "check":
                 found: dict[str, Any] = {n: t.sum().item() for n, t in weights.tensors.items()}
                 pipe.send(found)
