@@ -25,6 +25,7 @@ ENGINE_BIN := .venv-$(ENGINE)/bin
 help:
 	@echo 'make venv    the environment in .venv, with an editable install'
 	@echo 'make test    the tests (PYTEST_ARGS="-k name" for some of them)'
+	@echo '             HOTBUNK_PURE=1: without the native library, what can be had then'
 	@echo 'make native-test  the C tests alone, under sanitizers; part of make test'
 	@echo 'make check   ruff, mypy, layers'
 	@echo 'make format  let ruff rewrite the files'
@@ -48,8 +49,13 @@ $(STAMP):
 	rm -f .venv/.made-from-*
 	touch $@
 
+# What a pure install promises: everything but releasing memory, which most other tests do.
+PURE_TESTS := tests/unit tests/integration/shm/test_faults.py $(addprefix tests/integration/test_,\
+	conformance_reference.py collective_sync.py reference_device.py reference_sampling.py sharded_source.py \
+	sources_of_updates.py sync_drill.py sync_faults_between_processes.py syncs_between_processes.py train.py)
+
 test: venv $(if $(HOTBUNK_PURE),,native-test)
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest $(if $(HOTBUNK_PURE),$(PURE_TESTS)) $(PYTEST_ARGS)
 
 # The C tests, under both kinds of sanitizer: they cannot share a build.
 native-test: export PATH := $(CURDIR)/$(BIN):$(PATH)
