@@ -85,6 +85,11 @@ class Fleet:
             pass  # nobody comes to it any more
         return handle
 
+    def forget_replica(self, name: str) -> None:
+        """One that is dead leaves; nobody is asked. Idempotent: what was known of it is forgotten."""
+        if self._members.get(name) is not None:
+            self._members.remove(name)
+
     async def adopt(self) -> Version | None:
         """Take the replicas' word for what they hold, as a restarted manager must; the newest."""
         for status in await self.statuses():

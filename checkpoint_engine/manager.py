@@ -144,6 +144,10 @@ class CheckpointEngineManager(Fleet):
         self._lagging.leave(name)
         return await super().remove_replica(name, drain=drain)
 
+    def forget_replica(self, name: str) -> None:
+        self._lagging.leave(name)
+        super().forget_replica(name)
+
     async def resolve(self, report: SyncReport) -> SyncReport:
         """The report, with what was in doubt asked again."""
         outcomes = []

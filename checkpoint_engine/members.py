@@ -129,8 +129,8 @@ class Members:
         has_it = run.committed or run.outcome is Outcome.COMMITTED
         if version is not None and has_it and (self.current is None or version > self.current):
             self.current = version
-        if name not in self._handles:
-            return  # removed meanwhile
+        if self._handles.get(name) is not run.handle:
+            return  # removed meanwhile, or replaced
         if run.outcome is Outcome.COMMITTED:
             self._serves[name] = version or self._serves[name]
         elif run.outcome is not Outcome.ROLLED_BACK:

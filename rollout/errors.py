@@ -36,6 +36,8 @@
     │   └── ReplicaRejecting                this replica is leaving the pool
     ├── KernelFailed                        a kernel refused its arguments, or its device failed
     ├── LogprobMismatch                     trainer and engine disagree about the same tokens
+    ├── ReplicaRetired                      a replica that died too often to be started again
+    ├── TooFewReplicas                      what is left of a fleet is less than its minimum
     ├── SyncFailed                          a sync in which some replica did not commit
     ├── TrainerFailed                       the trainer itself raised; carries its traceback
     └── EngineFailed                        the engine itself raised; carries its traceback
@@ -401,6 +403,25 @@ class LogprobMismatch(HotbunkError):
             remedy=kw.pop("remedy", "the weights or element types of the two sides differ"),
             **kw,
         )
+
+
+class ReplicaRetired(HotbunkError):
+    """It died so often that no successor is started; its cause is the last death."""
+
+    def __init__(self, name: str, deaths: int) -> None:
+        self.name, self.deaths = name, deaths
+        super().__init__(
+            f"replica {name} died {deaths} times and is retired",
+            remedy="see what it died of, then start it by hand",
+        )
+
+
+class TooFewReplicas(HotbunkError):
+    """So many replicas are retired that the fleet's minimum cannot be had."""
+
+    def __init__(self, left: int, minimum: int) -> None:
+        self.left, self.minimum = left, minimum
+        super().__init__(f"{left} replica(s) are left, and {minimum} must be")
 
 
 class SyncFailed(HotbunkError):

@@ -601,10 +601,12 @@ class Replica:
 
     async def _call(self, verb: str, coro: Awaitable[T], seconds: float) -> T:
         try:
-            return await bounded(verb, coro, seconds, grace=self.deadlines.grace)
+            result = await bounded(verb, coro, seconds, grace=self.deadlines.grace)
         except errors.ReplicaLost as error:
             self._lose(error.what)
             raise
+        self._check_alive()  # what an engine that was lost meanwhile answers is nobody's
+        return result
 
     def _lose(self, why: str) -> None:
         self._lost = self._lost or why

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import Outcome, SyncPolicy
+from hotbunk.checkpoint_engine.supervisor import SlotState, Supervision, Supervisor
 from hotbunk.checkpoint_engine.transports.disk import DiskTransport
 from hotbunk.conformance.backends.oracle_pool import TensorWeights
 from hotbunk.rollout.backends.oracle.model import weights_at
@@ -48,6 +51,7 @@ async def begin() -> AsyncIterator[Begin]:
     made: list[ProcessHandle] = []
 
     async def started(name: str, ranks: int = 1, **options: Any) -> ProcessHandle:
+        """An oracle in a process; with ``ranks`` more than one, in as many further ones."""
         handle = await start_replica(
             "oracle",
             {"step_time": 0.005, **options},
@@ -118,4 +122,51 @@ async def test_lazy_replicas_read_what_is_published_when_they_stand_still(
     for handle in (*handles, late):
         assert await has(handle, 3)
     assert V[2] not in {one.version for one in manager.taken}
+    await manager.close()
+
+
+async def test_killed_processes_are_replaced_until_one_is_retired_n3(
+    begin: Begin, tmp_path: Path
+) -> None:
+    """kill -9 of one replica again and again, under requests; the other one never notices."""
+    handles = await asyncio.gather(begin("r0"), begin("r1"))
+    manager = CheckpointEngineManager(
+        handles,
+        DiskTransport(tmp_path / "sets"),
+        deployment=Deployment.STANDALONE,
+        policy=SyncPolicy(strategy="lazy"),
+    )
+    await manager.update_weights(TensorWeights(1), V[1])
+    await settled(manager, V[1])
+    rules = Supervision(backoff=0.05, every=0.02)
+    supervisor = Supervisor(manager, begin, rules)
+    supervising = asyncio.create_task(supervisor.run())
+    steady = read(handles[1], "steady", 400)
+    pids = set()
+    for death in range(1, 5):
+        victim = supervisor.slots["r0"]
+        assert isinstance(victim, ProcessHandle)
+        pids.add(victim.pid)
+        cut = read(victim, "cut", 900)
+        await asyncio.sleep(0.05)
+        os.kill(victim.pid, signal.SIGKILL)
+        done = await cut
+        assert (done.finish_reason, done.retryable) == (FinishReason.ABORT, True)
+        async with asyncio.timeout(20):
+            while supervisor.slots["r0"] in (None, victim):
+                await asyncio.sleep(0.02)
+                if supervisor.state("r0") is SlotState.RETIRED:
+                    break
+        if death < 4:
+            await settled(manager, V[1])
+            assert len(manager.routable()) == 2
+    assert len(pids) == 4
+    assert supervisor.state("r0") is SlotState.RETIRED
+    assert "SIGKILL" in str(supervisor.why("r0").__cause__)  # type: ignore[union-attr]
+    assert manager.routable() == (handles[1],)
+    done = await steady
+    assert done.finish_reason is FinishReason.LENGTH
+    assert not supervising.done()
+    supervising.cancel()
+    await asyncio.wait({supervising})
     await manager.close()
