@@ -148,6 +148,7 @@ async def test_status_and_abort_are_answered_while_a_verb_runs(start: Start) -> 
     handle = await start()
     held = ticket(1, sender="Hanging", at=1, bucket_bytes=64)
     update = asyncio.create_task(handle.update_weights(held, version=Version(0, 1)))
+    await until(handle, lambda s: s.is_paused)  # its transport is loaded and its end opened first
     waiting = asyncio.create_task(complete(handle, ask("w")))
     loop = asyncio.get_running_loop()
     await until(handle, lambda s: "w" in s.held)
