@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from hotbunk.checkpoint_engine.counters import FleetCounters
 from hotbunk.checkpoint_engine.fleet import Fleet
 from hotbunk.checkpoint_engine.lazy import Lagging
 from hotbunk.checkpoint_engine.members import Adapters
@@ -77,12 +78,25 @@ class CheckpointEngineManager(Fleet):
         self.policy = policy or SyncPolicy()
         self._observer = observer or Unobserved()
         self._waiting: list[Waiting] = []
+        self._syncs = self._failures = self._superseded = 0
         self._adapters = Adapters()
         self._lagging = Lagging(self._members, self._turns, self._take)
 
     @property
     def _sleeps(self) -> bool:
         return self.free_cache_engine and self.deployment is not Deployment.STANDALONE
+
+    def counters(self) -> FleetCounters:
+        """Syncs and versions, at one moment."""
+        return FleetCounters(
+            self.version,
+            self.serves(),
+            len(self._waiting),
+            self.syncing,
+            self._syncs,
+            self._failures,
+            self._superseded,
+        )
 
     # -- sleep and wake -----------------------------------------------------------------------
 
@@ -261,15 +275,18 @@ class CheckpointEngineManager(Fleet):
             mine.meets(self._waiting)
             async with self._turns.fleet():
                 if mine.superseded_by is not None:
+                    self._superseded += 1
                     return _superseded(mine, began)
                 # It is not waiting any more: a later one must come after it.
                 self._waiting.remove(mine)
                 handles = self._members.handles(replicas)
+                self._syncs += 1
                 report = await self._sync(parts, chosen, let_go, handles, began)
         finally:
             if mine in self._waiting:
                 self._waiting.remove(mine)
         if not report.ok:
+            self._failures += 1
             raise _failed(report)
         return report
 

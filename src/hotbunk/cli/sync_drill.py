@@ -10,6 +10,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from hotbunk.checkpoint_engine import show
+from hotbunk.checkpoint_engine.policy import SyncReport
 from hotbunk.conformance.drill.plan import draw
 from hotbunk.conformance.drill.run import TRANSPORTS, Round, drill
 from hotbunk.rollout.errors import ConfigError
@@ -48,6 +50,9 @@ def run(
 
     rounds = asyncio.run(drill(plan, replicas=replicas, ranks=ranks, tell=tell))
     out.print(_table(rounds))
+    longest = max((one.report for one in rounds if one.report), key=_seconds, default=None)
+    if longest is not None:
+        out.print(show.table(longest), show.timeline(longest))
     broken = sum(bool(one.broken) for one in rounds)
     out.print(
         f"{len(rounds)} faults, seed {seed}, {replicas} replicas of {ranks} rank(s), simulated "
@@ -59,6 +64,10 @@ def run(
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(rounds), indent=1))
     return 1 if broken else 0
+
+
+def _seconds(report: SyncReport) -> float:
+    return report.seconds
 
 
 def _table(rounds: list[Round]) -> Table:

@@ -47,12 +47,16 @@ SETUP = "hotbunk.conformance.drill.engine:setup"
 
 
 class Round(msgspec.Struct):
-    """One fault and what came of it. ``broken`` are promises that did not hold."""
+    """One fault and what came of it. ``broken`` are promises that did not hold.
+
+    ``report`` is of the sync that the fault hit.
+    """
 
     fault: Fault
     outcomes: list[str]
     seconds: float
     broken: list[str]
+    report: SyncReport | None = None
 
 
 class _Weights:
@@ -162,6 +166,7 @@ class Drill:
                 async with self._traffic(tokens) as streams:
                     report = await self._sync(fault, faulty=True)
                 unfired = fault.point != SOURCE and self._disarm(fault)
+                result.report = report
                 result.outcomes = [one.outcome.value for one in report.outcomes]
                 for n, one in enumerate(report.outcomes):
                     found = list(promises.of_outcome(fault, n, one))
