@@ -7,6 +7,7 @@ thing is built, and asking for one that cannot be built says which pip extra bri
 from __future__ import annotations
 
 import asyncio
+import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol, cast
 
@@ -117,6 +118,9 @@ async def open_transfer(ticket: Ticket) -> Transfer:
 
     :raises TransferFailed: the offer is gone, or is not the ticket's.
     """
-    # What it imports may take seconds, and an engine's loop must answer meanwhile.
-    factory: TransportFactory = await asyncio.to_thread(load_transport, ticket.transport)
+    factory: TransportFactory
+    if find(TRANSPORTS, ticket.transport).module in sys.modules:
+        factory = load_transport(ticket.transport)
+    else:  # what it imports may take seconds, and an engine's loop must answer meanwhile
+        factory = await asyncio.to_thread(load_transport, ticket.transport)
     return await factory.open(ticket)
