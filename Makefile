@@ -52,7 +52,8 @@ $(STAMP):
 # What a pure install promises: everything but releasing memory, which most other tests do.
 PURE_TESTS := tests/unit tests/integration/shm/test_faults.py $(addprefix tests/integration/test_,\
 	conformance_reference.py collective_sync.py reference_device.py reference_sampling.py sharded_source.py \
-	sources_of_updates.py sync_drill.py sync_faults_between_processes.py syncs_between_processes.py train.py)
+	sources_of_updates.py sync_drill.py sync_faults_between_processes.py syncs_between_processes.py train.py) \
+	$(addprefix --deselect=tests/integration/test_train.py::,test_a_run_directory_is_whole test_memory_really_changes_hands)
 
 test: venv $(if $(HOTBUNK_PURE),,native-test)
 	$(BIN)/pytest $(if $(HOTBUNK_PURE),$(PURE_TESTS)) $(PYTEST_ARGS)
