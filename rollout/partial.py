@@ -8,7 +8,8 @@ partial rollouts as verl, slime and others do them; the engine knows nothing of 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from enum import StrEnum
 from typing import Any
 
 import msgspec
@@ -44,17 +45,31 @@ class PartialPolicy(msgspec.Struct, frozen=True):
             raise UsageError("continuations and version_age must not be negative")
 
 
+class GivenUp(StrEnum):
+    """Why a response was not carried on, though it was not whole."""
+
+    TOO_OLD = "too old"  # its versions would lie further apart than ``version_age``
+    CUT_OFF = "cut off too often"
+    NO_REPLICA = "no replica left"
+
+
 class PartialResult(msgspec.Struct, frozen=True):
     """A response, whole or given up on.
 
     ``dropped_tokens`` were made and thrown away (``from_prompt``). ``routed_experts`` holds one
-    entry a chunk that brought some, in order.
+    entry a chunk that brought some, in order. ``resent_tokens``: of prompt and response, sent again
+    by continuations and not found in the prefix cache, so their KV was computed twice.
+    ``switched_tokens``: the context that stood when weights changed under a request that ran on
+    (``keep``); its KV was computed again, or is stale, as the sync's ``clear_cache`` says.
     """
 
     completion: Completion
     continuations: int = 0
     dropped_tokens: int = 0
     routed_experts: tuple[Any, ...] = ()
+    resent_tokens: int = 0
+    switched_tokens: int = 0
+    given_up: GivenUp | None = None
 
     @property
     def versions(self) -> tuple[Version, ...]:
@@ -63,24 +78,38 @@ class PartialResult(msgspec.Struct, frozen=True):
 
 
 class PartialRollout:
-    """Generates over one or more replicas; a request that is cut off goes on at the next one."""
+    """Generates over one or more replicas; a request that is cut off goes on at the next one.
+
+    :param replicas: a list, or what gives those that may be asked now (a manager's ``routable``).
+    """
 
     def __init__(
-        self, replicas: Sequence[ReplicaHandle], policy: PartialPolicy | None = None
+        self,
+        replicas: Sequence[ReplicaHandle] | Callable[[], Sequence[ReplicaHandle]],
+        policy: PartialPolicy | None = None,
     ) -> None:
-        if not replicas:
+        if callable(replicas):
+            self._replicas = replicas
+        elif replicas:
+            chosen = list(replicas)
+            self._replicas = lambda: chosen
+        else:
             raise UsageError("a partial rollout needs a replica")
-        self._replicas = list(replicas)
         self._policy = policy or PartialPolicy()
         self._turn = -1
 
-    async def generate(self, request: GenerateRequest) -> PartialResult:
+    async def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        seen: Callable[[TokenChunk], object] = lambda chunk: None,
+    ) -> PartialResult:
         """One response, carried over however many pauses, under one request id.
 
         Ends with ``abort`` where the policy's limits are reached, or where somebody aborted the
         request itself: then it is not carried on. A replica that cannot serve (it turns requests
         away, was poisoned, lost or died) is left for the next one; when none is left, a response
-        that has tokens ends with them, and ``abort``.
+        that has tokens ends with them, and ``abort``. ``seen`` is told of each chunk as it comes.
 
         :raises UsageError: the request asks for several responses, or for no token.
         :raises RequestRejected, ContractError, EngineFailed: no replica served so much as a token.
@@ -90,26 +119,29 @@ class PartialRollout:
                 f"request {request.request_id!r} asks for n={request.sampling.n} and "
                 f"max_tokens={request.sampling.max_tokens}; n is 1 here, max_tokens 1 or more"
             )
-        so_far = _Response(request, self._policy)
+        so_far = _Response(request, self._policy, seen)
         self._turn += 1
         turn, turned_away, times = self._turn, 0, 0
         while so_far.left:
-            handle = self._replicas[turn % len(self._replicas)]
-            turn += 1
+            handles = self._replicas()
             try:
+                if not handles:
+                    raise RequestRejected(f"no replica serves request {request.request_id!r} now")
+                handle = handles[turn % len(handles)]
+                turn += 1
                 last = await so_far.read(handle.generate(so_far.remaining(handle)))
             except (RequestRejected, ContractError, EngineFailed) as error:
                 turned_away += 1
-                if turned_away < len(self._replicas):
+                if turned_away < len(handles):
                     continue
                 if not so_far.ids:
                     raise
-                return so_far.result(_ended(request, str(error)), times)
+                return so_far.result(_ended(request, str(error)), times, GivenUp.NO_REPLICA)
             turned_away = 0
             if so_far.too_old:
                 limit = self._policy.version_age
                 why = f"its versions would lie more than {limit} steps apart"
-                return so_far.result(_ended(request, why), times)
+                return so_far.result(_ended(request, why), times, GivenUp.TOO_OLD)
             if last is not None and not (
                 last.finish_reason is FinishReason.ABORT and last.retryable
             ):
@@ -117,7 +149,8 @@ class PartialRollout:
             if so_far.left == 0:  # the pause came with the last token: nothing to go on with
                 break
             if times >= self._policy.continuations:
-                return so_far.result(_ended(request, f"cut off {times + 1} times"), times)
+                why = f"cut off {times + 1} times"
+                return so_far.result(_ended(request, why), times, GivenUp.CUT_OFF)
             if self._policy.from_prompt:
                 so_far.restart()
             times += 1
@@ -133,7 +166,12 @@ def _ended(
 class _Response:
     """What came so far of one request."""
 
-    def __init__(self, request: GenerateRequest, policy: PartialPolicy) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        policy: PartialPolicy,
+        seen: Callable[[TokenChunk], object],
+    ) -> None:
         self.request = request
         self.ids: list[int] = []
         self.too_old = False  # the next token would be too much newer than the first
@@ -143,7 +181,9 @@ class _Response:
         self._spans: list[VersionSpan] = []
         self._experts: list[Any] = []
         self._cached: int | None = None
-        self._dropped = 0
+        self._dropped = self._resent = self._switched = 0
+        self._had_kv = False  # an earlier call has brought tokens
+        self._seen = seen
 
     @property
     def left(self) -> int:
@@ -169,10 +209,19 @@ class _Response:
 
         :raises EngineFailed: it ended without a finish reason.
         """
+        context = len(self.request.prompt) + len(self.ids)
+        again, running = self._had_kv, False
         try:
             async for chunk in chunks:
-                if chunk.token_ids and self._stops_at(chunk.version):
-                    return None
+                self._seen(chunk)
+                if chunk.token_ids:
+                    if again and not running:
+                        self._resent += max(0, context - chunk.cached_tokens)
+                    elif running and self._spans and self._spans[-1].version != chunk.version:
+                        self._switched += len(self.request.prompt) + len(self.ids)
+                    self._had_kv = running = True
+                    if self._stops_at(chunk.version):
+                        return None
                 self._add(chunk)
                 if chunk.finish_reason is not None:
                     return chunk
@@ -213,7 +262,9 @@ class _Response:
         self.ids, self._logprobs, self._top = [], [], []
         self._spans, self._experts, self._cached = [], [], None
 
-    def result(self, last: TokenChunk, times: int) -> PartialResult:
+    def result(
+        self, last: TokenChunk, times: int, given_up: GivenUp | None = None
+    ) -> PartialResult:
         """The response, ended as ``last`` did."""
         assert last.finish_reason is not None
         joined = Completion(
@@ -227,4 +278,12 @@ class _Response:
             last.retryable,
             top_logprobs=tuple(self._top),
         )
-        return PartialResult(joined, times, self._dropped, tuple(self._experts))
+        return PartialResult(
+            joined,
+            times,
+            self._dropped,
+            tuple(self._experts),
+            self._resent,
+            self._switched,
+            given_up,
+        )

@@ -33,22 +33,15 @@ class TrainerShare(Protocol):
         ...
 
 
-class KeepsAll:
-    """A trainer that gives nothing away."""
-
-    async def offload(self) -> None:
-        """Nothing."""
-
-    async def restore(self) -> None:
-        """Nothing."""
-
-
 class TrainerHooks:
-    """Drives a :class:`CheckpointEngineManager` and the trainer's share at a loop's turns."""
+    """Drives a :class:`CheckpointEngineManager` and the trainer's share at a loop's turns.
+
+    :param share: None: a trainer that gives nothing away.
+    """
 
     def __init__(self, manager: CheckpointEngineManager, share: TrainerShare | None = None) -> None:
         self.manager = manager
-        self._share = share or KeepsAll()
+        self._share = share
         self._last: tuple[WeightSource, Version] | None = None
         self._trained = True  # the trainer's weights may be newer than what was synced
 
@@ -70,7 +63,8 @@ class TrainerHooks:
         """Before the trainer needs the device, whatever came before (a validation, say)."""
         if any(map(_holds_memory, await self.manager.statuses())):
             await self.manager.sleep_replicas()
-        await self._share.restore()
+        if self._share is not None:
+            await self._share.restore()
 
     async def on_train_end(self, *, updated: bool = True) -> None:
         """After the trainer's step. ``updated=False``: it left the weights as they were."""
@@ -83,8 +77,11 @@ class TrainerHooks:
 
         :raises SyncFailed: a replica did not commit; its report says which and why.
         """
-        await self._share.restore()  # weights are read from it
-        report = await self.manager.update_weights(source, version, let_go=self._share.offload)
+        let_go = None
+        if self._share is not None:
+            await self._share.restore()  # weights are read from it
+            let_go = self._share.offload
+        report = await self.manager.update_weights(source, version, let_go=let_go)
         self._last, self._trained = (source, version), False
         return report
 

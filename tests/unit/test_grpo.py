@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 
-from hotbunk.rollout.contract import Completion, FinishReason
+from hotbunk.rollout.contract import Completion, FinishReason, Version, VersionSpan
 from hotbunk.trainer_hooks.recipes.grpo import (
     Batch,
     group_advantages,
     grpo_loss,
+    importance_weights,
     make_batch,
+    overdue_scale,
 )
 
 
@@ -36,7 +38,8 @@ def test_a_batch_points_at_the_prediction_of_each_response_token() -> None:
 
 def _batch(advantage: float) -> Batch:
     one = torch.ones(1, 1)
-    return Batch(torch.zeros(1, 2, dtype=torch.long), one, one, torch.tensor([advantage]))
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    return Batch(ids, one, one, torch.tensor([advantage]), torch.zeros(1, 1), one)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,8 @@ def test_pieces_of_a_minibatch_add_up() -> None:
         torch.tensor([[1.0, 1, 0], [1, 0, 0], [1, 1, 1], [0, 1, 1]]),
         torch.zeros(4, 3),
         torch.tensor([1.0, -1.0, 0.5, 2.0]),
+        torch.zeros(4, 3),
+        torch.ones(4, 3),
     )
     ours = torch.randn(4, 3) * 0.1
     tokens = float(batch.mask.sum())
@@ -98,3 +103,65 @@ def test_pieces_of_a_minibatch_add_up() -> None:
         for r in (torch.tensor([0, 1]), torch.tensor([2, 3]))
     ]
     assert float(whole) == pytest.approx(float(sum(parts)), rel=1e-6)
+
+
+def test_each_token_has_the_staleness_of_the_version_that_made_it() -> None:
+    """V6: an update that lands in a response does not change what came before it."""
+    spans = (VersionSpan(Version(0, 3), 0, 1), VersionSpan(Version(0, 5), 1, 3))
+    across = Completion("r", (7, 8, 9), (-0.1, -0.2, -0.3), spans, FinishReason.LENGTH)
+    now = Completion("s", (9,), (-0.4,), (VersionSpan(Version(0, 5), 0, 1),), FinishReason.STOP)
+    batch = make_batch([[1, 2], [4]], [across, now], torch.zeros(2), 0, 5)
+    assert batch.staleness.tolist() == [[0, 2, 0, 0], [0, 0, 0, 0]]
+    assert batch.fresh.tolist() == [[0, 0, 1, 1], [1, 0, 0, 0]]
+    uncertain = make_batch([[1, 2], [4]], [across, now], torch.zeros(2), 0, 5, stale_kv=True)
+    assert float(uncertain.fresh.sum()) == 0
+
+
+def test_the_decoupled_loss_is_its_formula() -> None:
+    """Token by token in plain floats: w = min(p/b, C), around p the ratio is clipped."""
+    torch.manual_seed(0)
+    shape, cap, clip = (5, 7), 1.5, 0.2
+    behaviour = -torch.rand(shape) * 3
+    proximal, ours = behaviour + torch.randn(shape), behaviour + torch.randn(shape)
+    mask, stale = (torch.rand(shape) > 0.3).float(), torch.randint(0, 5, shape).float()
+    ids, advantages = torch.zeros(5, 8, dtype=torch.long), torch.randn(5)
+    batch = Batch(ids, mask, behaviour, advantages, stale, mask)
+    weights = importance_weights(proximal, behaviour, cap) * overdue_scale(stale, 2)
+    tokens = float(mask.sum())
+    loss = grpo_loss(ours, proximal, batch, clip=clip, tokens=tokens, weights=weights)
+    total = 0.0
+    for row in range(shape[0]):
+        for token in range(shape[1]):
+            if not mask[row, token]:
+                continue
+            b, p, pi = (float(x[row, token].exp()) for x in (behaviour, proximal, ours))
+            age, a = float(stale[row, token]), float(advantages[row])
+            w = min(p / b, cap) * (3 / (1 + age) if age > 2 else 1.0)
+            total += -w * min(pi / p * a, min(max(pi / p, 1 - clip), 1 + clip) * a)
+    assert float(loss.value) == pytest.approx(total / tokens, rel=1e-5)
+
+
+def test_weights_are_constants_and_on_policy_they_are_one() -> None:
+    """The gradient at pi = p is -w A d(log pi): nothing flows through w."""
+    ours = torch.tensor([[-0.5, -2.0]], requires_grad=True)
+    behaviour = torch.tensor([[-1.0, -2.0]])
+    batch = Batch(
+        torch.zeros(1, 3, dtype=torch.long),
+        torch.ones(1, 2),
+        behaviour,
+        torch.tensor([2.0]),
+        torch.zeros(1, 2),
+        torch.ones(1, 2),
+    )
+    old = ours.detach()
+    weights = importance_weights(old, behaviour, 10.0)
+    grpo_loss(ours, old, batch, clip=0.2, tokens=1.0, weights=weights).value.backward()
+    assert ours.grad is not None
+    assert ours.grad.tolist()[0] == pytest.approx([-2 * math.exp(0.5), -2.0])
+    assert importance_weights(old, old, 2.0).tolist() == [[1.0, 1.0]]
+
+
+def test_what_is_not_overdue_counts_whole() -> None:
+    scale = overdue_scale(torch.tensor([0.0, 1, 2, 3, 5]), 2)
+    assert scale.tolist() == pytest.approx([1, 1, 1, 3 / 4, 3 / 6])
+    assert overdue_scale(torch.tensor([1.0]), 0).tolist() == [0.5]

@@ -23,10 +23,11 @@ from hotbunk.rollout.errors import (
     EngineFailed,
     ReplicaLost,
     ReplicaRejecting,
+    RequestRejected,
     UsageError,
     WeightsPoisoned,
 )
-from hotbunk.rollout.partial import PartialPolicy, PartialResult, PartialRollout
+from hotbunk.rollout.partial import GivenUp, PartialPolicy, PartialResult, PartialRollout
 
 pytestmark = pytest.mark.anyio
 STEP = 0.01  # seconds of a step of the oracle: one token
@@ -251,3 +252,78 @@ async def test_senseless_policies_and_requests() -> None:
         with pytest.raises(UsageError):
             await client(handle).generate(GenerateRequest("r", PROMPT, sampling))
         assert not handle.asked
+
+
+# -- what a pause cost --------------------------------------------------------------------------
+
+
+async def test_what_is_sent_again_is_counted_less_what_its_engine_still_had() -> None:
+    """Each continuation after tokens: prompt and response, minus what the prefix cache gave."""
+    handle = Scripted(
+        [made(1), made(2), CUT],
+        [made(3, step=2, cached_tokens=4), CUT],
+        [made(4, step=3), END],
+    )
+    asked = request("r", 9)
+    result = await client(handle).generate(asked)
+    prompt = len(asked.prompt)
+    assert result.resent_tokens == (prompt + 2 - 4) + (prompt + 3)
+    assert (result.switched_tokens, result.dropped_tokens) == (0, 0)
+
+
+async def test_cut_off_before_a_token_nothing_was_computed_twice() -> None:
+    handle = Scripted([CUT], [made(1), END])
+    assert (await client(handle).generate(request("r", 9))).resent_tokens == 0
+
+
+async def test_a_switch_under_a_running_request_counts_its_context_v12() -> None:
+    handle = Scripted([made(1), made(2), made(3, step=2), made(4, step=2), END])
+    asked = request("r", 9)
+    result = await client(handle).generate(asked)
+    assert result.switched_tokens == len(asked.prompt) + 2
+    assert (result.resent_tokens, result.continuations) == (0, 0), "kept, never aborted"
+
+
+async def test_begun_again_from_the_prompt_its_tokens_are_lost_v2() -> None:
+    handle = Scripted([made(1), made(2), CUT], [made(3, step=2), made(4, step=2), END])
+    asked = request("r", 9)
+    result = await client(handle, from_prompt=True).generate(asked)
+    assert result.completion.token_ids == (3, 4)
+    assert result.dropped_tokens == 2
+    assert result.resent_tokens == len(asked.prompt)
+
+
+async def test_replicas_may_come_and_go_between_calls() -> None:
+    """V12 of a pool: who serves is asked anew for each call."""
+    gone, there = Scripted([made(1), CUT]), Scripted([made(2), END])
+    serving: list[Any] = [gone]
+    rollout = PartialRollout(lambda: serving)
+    seen: list[TokenChunk] = []
+
+    def saw(chunk: TokenChunk) -> None:
+        seen.append(chunk)
+        serving[:] = [there]
+
+    result = await rollout.generate(request("r", 9), seen=saw)
+    assert result.completion.token_ids == (1, 2)
+    assert [c.token_ids for c in seen] == [(1,), (), (2,), ()]
+
+
+async def test_where_nobody_serves_it_says_so_and_keeps_what_it_has() -> None:
+    serving: list[Any] = []
+    rollout = PartialRollout(lambda: serving)
+    with pytest.raises(RequestRejected, match="no replica serves"):
+        await rollout.generate(request("r", 9))
+    serving.append(Scripted([made(1), CUT]))
+    result = await rollout.generate(request("r", 9), seen=lambda chunk: serving.clear())
+    assert result.given_up is GivenUp.NO_REPLICA
+    assert result.completion.token_ids == (1,)
+
+
+async def test_it_says_why_it_was_given_up() -> None:
+    old = Scripted([made(1), CUT], [made(2, step=9), END])
+    assert (await client(old, version_age=1).generate(request("r", 9))).given_up is GivenUp.TOO_OLD
+    cut = Scripted([made(1), CUT], [made(2), CUT])
+    result = await client(cut, continuations=1).generate(request("r", 9))
+    assert result.given_up is GivenUp.CUT_OFF
+    assert (await client(Scripted([made(1), END])).generate(request("r", 9))).given_up is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,28 @@ class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+SYNC, ASYNC = "grpo", "grpo_async"
+
+
+class Overdue(StrEnum):
+    """What becomes of responses with a token more than ``max_staleness`` steps old."""
+
+    DROP = "drop"  # with their group
+    REWEIGHT = "reweight"  # such tokens count less, see ``grpo.overdue_scale``
+
+
 class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """GRPO. ``prompts`` and ``group_size`` are per step; ``max_response_tokens`` None asks the
-    task. ``mini_batches`` optimizer steps an epoch; ``micro_batch`` responses a forward pass."""
+    task. ``mini_batches`` optimizer steps an epoch; ``micro_batch`` responses a forward pass.
 
-    name: str = "grpo"
+    The last fields are ``grpo_async``'s own. ``max_staleness``: how many steps older than the
+    trainer's a token's version may be; generation runs so far ahead. ``partial_rollout``: responses
+    that a sync cuts off go on with the new weights, or (False) begin again. ``weight_cap`` truncates
+    importance weights. ``patience``: seconds without a whole batch that end a run. ``restarts``: how
+    often each replica is replaced when it is lost; the run ends when none is left.
+    """
+
+    name: str = SYNC
     prompts: int = 16
     group_size: int = 16
     max_response_tokens: int | None = None
@@ -80,8 +98,32 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprob_tolerance: float = 1e-3
     save_every: int = 0
     threads: int = 0
+    max_staleness: int = 0
+    overdue: Overdue = Overdue.DROP
+    partial_rollout: bool = True
+    weight_cap: float = 2.0
+    patience: float = 600.0
+    restarts: int = 3
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether responses may be of older versions, so that the loss must tell them apart."""
+        return self.name == ASYNC
 
     def __post_init__(self) -> None:
+        if self.name not in (SYNC, ASYNC):
+            raise ConfigError(f"trainer.name={self.name!r} is neither {SYNC} nor {ASYNC}")
+        if self.max_staleness and not self.decoupled:
+            raise ConfigError(
+                "trainer.max_staleness needs a trainer that runs beside generation",
+                remedy=f"set trainer={ASYNC}",
+            )
+        if self.max_staleness < 0 or self.restarts < 0:
+            raise ConfigError("trainer.max_staleness and trainer.restarts must not be negative")
+        if not self.weight_cap >= 1:
+            raise ConfigError(f"trainer.weight_cap={self.weight_cap} must be 1 or more")
+        if not self.patience > 0:
+            raise ConfigError(f"trainer.patience={self.patience} must be above 0 seconds")
         for name in ("prompts", "epochs", "mini_batches", "micro_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)} must be 1 or more")

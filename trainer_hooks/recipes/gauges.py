@@ -41,7 +41,8 @@ class GenerationGauges:
             "preemptions": sum(s.backend.preemptions for s in statuses),
             "cached_tokens": sum(s.backend.cached_tokens for s in statuses),
         }
-        grown = {name: count - self._before[name] for name, count in now.items()}
+        # A replica that took a lost one's place counts from 0.
+        grown = {name: max(0, count - self._before[name]) for name, count in now.items()}
         self._before = now
         return {
             **{f"{name}_max": level for name, level in most.items()},

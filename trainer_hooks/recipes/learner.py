@@ -6,7 +6,8 @@ It knows nothing of engines; its memory lies in a pool, so that it can be given 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,48 @@ import torch
 
 from hotbunk.checkpoint_engine.source import TensorSource, module_source
 from hotbunk.rollout.arena import MemoryPool
-from hotbunk.trainer_hooks.recipes.config import TrainerConfig
-from hotbunk.trainer_hooks.recipes.grpo import Batch, grpo_loss, token_logprobs
+from hotbunk.trainer_hooks.recipes.config import Overdue, TrainerConfig
+from hotbunk.trainer_hooks.recipes.grpo import (
+    Batch,
+    grpo_loss,
+    importance_weights,
+    overdue_scale,
+    token_logprobs,
+)
 from hotbunk.trainer_hooks.recipes.models import load_model
 from hotbunk.trainer_hooks.share import PooledTrainer
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """What a training step saw. ``logprob_diff_max`` is between rollout and trainer."""
+    """What a training step saw, as means over its optimizer steps.
+
+    ``logprob_diff_max`` is between rollout and trainer, over the ``fresh`` tokens: those that the
+    very version being trained has made; NaN where there are none. ``weight``: mean importance
+    weight of a token; ``truncated``: the share of tokens whose weight was cut to the cap.
+    """
 
     loss: float
     grad_norm: float
     kl: float
     clipped: float
+    weight: float
+    truncated: float
+    fresh: int
     logprob_diff_max: float
     logprob_diff_mean: float
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one optimizer step saw."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    kl: float = 0.0
+    clipped: float = 0.0
+    weight: float = 0.0
+    truncated: float = 0.0
 
 
 class Learner:
@@ -63,7 +90,7 @@ class Learner:
         # With a single optimizer step the forward pass that trains also compares; with several,
         # the log-probs before the first of them are taken beforehand.
         before = None if once else self._logprobs(batch)
-        stats: list[tuple[float, float, float, float]] = []
+        pieces_seen: list[_Piece] = []
         seen = torch.zeros_like(batch.behaviour)
         for epoch in range(config.epochs):
             order = torch.randperm(
@@ -72,13 +99,19 @@ class Learner:
             if once:
                 order = torch.arange(len(batch.ids))
             pieces = order.chunk(config.mini_batches)
-            stats.extend(self._update(batch, piece, before, seen) for piece in pieces)
+            pieces_seen.extend(self._update(batch, piece, before, seen) for piece in pieces)
         ours = seen if before is None else before
-        gap = (ours - batch.behaviour).abs() * batch.mask
-        count = len(stats)
-        loss, norm, kl, clipped = (sum(column) / count for column in zip(*stats, strict=True))
+        means = {
+            field.name: sum(getattr(piece, field.name) for piece in pieces_seen) / len(pieces_seen)
+            for field in fields(_Piece)
+        }
+        fresh = batch.fresh
+        gap, count = (ours - batch.behaviour).abs() * fresh, int(fresh.sum())
         return StepStats(
-            loss, norm, kl, clipped, float(gap.max()), float(gap.sum() / batch.mask.sum())
+            **means,
+            fresh=count,
+            logprob_diff_max=float(gap.max()) if count else math.nan,
+            logprob_diff_mean=float(gap.sum()) / count if count else math.nan,
         )
 
     def _update(
@@ -87,11 +120,11 @@ class Learner:
         chosen: torch.Tensor,
         before: torch.Tensor | None,
         seen: torch.Tensor,
-    ) -> tuple[float, float, float, float]:
+    ) -> _Piece:
         config = self.config
         tokens = float(batch.mask[chosen].sum())
         self.optimizer.zero_grad(set_to_none=False)
-        loss = kl = clipped = 0.0
+        loss = kl = clipped = weight = truncated = 0.0
         for rows in torch.split(chosen, config.micro_batch):
             part = batch.rows(rows)
             ours = token_logprobs(self.model, part.ids, config.temperature)
@@ -100,21 +133,31 @@ class Learner:
             if self._reference is not None:
                 with torch.no_grad():
                     reference = token_logprobs(self._reference, part.ids, config.temperature)
+            old, weights = part.behaviour if before is None else before[rows], None
+            if config.decoupled:
+                old = seen[rows] if before is None else before[rows]
+                weights = importance_weights(old, part.behaviour, config.weight_cap)
+                truncated += float(((weights >= config.weight_cap) * part.mask).sum()) / tokens
+                if config.overdue is Overdue.REWEIGHT:
+                    weights = weights * overdue_scale(part.staleness, config.max_staleness)
             result = grpo_loss(
                 ours,
-                part.behaviour if before is None else before[rows],
+                old,
                 part,
                 clip=config.clip,
                 tokens=tokens,
                 reference=reference,
                 kl_coef=config.kl_coef,
+                weights=weights,
             )
             result.value.backward()  # type: ignore[no-untyped-call]
             loss += float(result.value.detach())
             kl, clipped = kl + result.kl, clipped + result.clipped
+            used = part.mask if weights is None else part.mask * weights
+            weight += float(used.sum()) / tokens
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
         self.optimizer.step()
-        return loss, float(norm), kl, clipped
+        return _Piece(loss, float(norm), kl, clipped, weight, truncated)
 
     @torch.no_grad()
     def _logprobs(self, batch: Batch) -> torch.Tensor:

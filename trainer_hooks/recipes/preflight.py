@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hotbunk.rollout.contract import Deployment
 from hotbunk.rollout.errors import ConfigError
 from hotbunk.rollout.registry import TRANSPORTS, create_backend, find, names
 from hotbunk.trainer_hooks.recipes import checkpoint
@@ -47,6 +48,8 @@ def plan_run(config: RunConfig, *, resume: bool = False) -> Plan:
     """
     find(TRANSPORTS, config.transport.name)
     _check_processes(config)
+    if config.trainer.decoupled:
+        _check_beside(config)
     run_dir = Path(config.out)
     task = make_task(config.task)
     tokens = config.trainer.max_response_tokens or task.max_response_tokens
@@ -77,6 +80,31 @@ def backend_options(plan: Plan) -> dict[str, Any]:
     """What the engine is told: the model, and that the first sync brings its weights."""
     model = plan.model_dir or plan.run_dir / TINY
     return {"model": str(model), "load": "empty", **plan.config.rollout.options}
+
+
+def _check_beside(config: RunConfig) -> None:
+    """Generation that goes on while the trainer trains needs a place of its own."""
+    name, rollout = config.trainer.name, config.rollout
+    if config.transport.name == IN_PROCESS or not rollout.process:
+        raise ConfigError(
+            f"trainer={name} generates while it trains, so engines need processes of their own; "
+            f"transport={IN_PROCESS} works within one process, where they would take turns"
+            if config.transport.name == IN_PROCESS
+            else f"trainer={name} generates while it trains: one process would make them take turns",
+            remedy="set rollout.process=true and transport=shm, disk or collective",
+        )
+    if rollout.deployment is not Deployment.STANDALONE:
+        raise ConfigError(
+            f"rollout.deployment={rollout.deployment.value}: an engine that sleeps while the "
+            f"trainer trains cannot generate meanwhile, as trainer={name} does",
+            remedy="set rollout.deployment=standalone",
+        )
+    if config.trainer.offload:
+        raise ConfigError(
+            f"trainer.offload=true gives the trainer's memory away while engines generate, and with "
+            f"trainer={name} they always do",
+            remedy="set trainer.offload=false",
+        )
 
 
 def _check_processes(config: RunConfig) -> None:

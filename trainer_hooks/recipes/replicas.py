@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from hotbunk.rollout import process
+from hotbunk.rollout.errors import Unsupported
 from hotbunk.rollout.handle import LocalHandle, ReplicaHandle
 from hotbunk.rollout.process import ProcessHandle, ReplicaSpec
 from hotbunk.rollout.registry import create_backend
@@ -68,6 +69,19 @@ async def start_replicas(
         if isinstance(handle, BaseException):
             raise handle
     return [handle for handle in started if isinstance(handle, ProcessHandle)]
+
+
+async def successor(lost: ReplicaHandle, stack: AsyncExitStack) -> ReplicaHandle:
+    """A new process in place of a lost one, started from the same; the stack closes it.
+
+    :raises Unsupported: the replica has no process of its own.
+    :raises HotbunkError: what kept it from starting.
+    """
+    if not isinstance(lost, ProcessHandle):
+        raise Unsupported("a successor", "a replica without a process", "rollout.process=true")
+    handle = await process.start(lost.spec)
+    stack.push_async_callback(handle.close)
+    return handle
 
 
 def set_threads() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from hotbunk.rollout.errors import ConfigError
-from hotbunk.trainer_hooks.recipes import bars, charts
+from hotbunk.trainer_hooks.recipes import bars, charts, report_beside
 from hotbunk.trainer_hooks.recipes.charts import Series, escape
 from hotbunk.trainer_hooks.recipes.run_files import CONFIG_FILE, Run, number_or_none, read_run
 from hotbunk.trainer_hooks.recipes.staircase import staircase_svg
@@ -66,11 +66,16 @@ def _page(run: Run) -> str:
     parts.append(
         _section(
             "Memory over one step",
-            "Who holds the device when: the engine's share is gone while the trainer works.",
+            "Everybody keeps their memory: engines generate while the trainer works."
+            if report_beside.is_beside(run)
+            else "Who holds the device when: the engine's share is gone while the trainer works.",
             staircase_svg(run.timeline, standalone=False),
         )
     )
     parts.append(_time(run))
+    parts.append(
+        _section("Generation beside training", report_beside.note(run), report_beside.body(run))
+    )
     parts.append(_section("Generation", _generation_note(run), _generation(run)))
     parts.append(
         _section(
@@ -124,6 +129,7 @@ def _cards(run: Run) -> str:
             cards.append(
                 (name, charts.bytes_text(max(asleep)), f"{charts.bytes_text(max(awake))} awake")
             )
+    cards += report_beside.cards(run)
     gaps = run.curve("rollout/logprob_diff_max")[1]
     if gaps:
         limit = run.logprob_tolerance()
@@ -212,7 +218,10 @@ def _time(run: Run) -> str:
     medians = {name: median(values) for name, values in seconds.items()}
     steps_svg = bars.step_bars(steps, seconds, "Seconds by phase over steps")
     body = steps_svg + bars.named_bars(medians, "Median seconds by phase") if steps_svg else ""
-    return _section("Where the time goes", "Each step by phase, then the medians.", body)
+    about = "Each step by phase, then the medians."
+    if report_beside.is_beside(run):
+        about += " The trainer's own; syncs run beside it."
+    return _section("Where the time goes", about, body)
 
 
 def _tables(run: Run) -> str:

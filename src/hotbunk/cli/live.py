@@ -20,7 +20,21 @@ from hotbunk.trainer_hooks.recipes.config import RunConfig
 _BARS = "▁▂▃▄▅▆▇█"
 _ROWS = 8
 # On a narrow terminal these columns are left out, in this order.
-_LEAST_WANTED = ("froz", "pre", "hit", "vers", "held", "run", "KV", "weights", "tok/s", "sync")
+_LEAST_WANTED = (
+    "lost",
+    "again",
+    "late",
+    "froz",
+    "pre",
+    "hit",
+    "vers",
+    "held",
+    "run",
+    "KV",
+    "weights",
+    "tok/s",
+    "sync",
+)
 _COLUMNS = (
     ("step", "step"),
     ("reward", "reward/mean"),
@@ -32,9 +46,17 @@ _COLUMNS = (
     ("pre", "rollout/preemptions"),
     ("hit", "rollout/cached_tokens"),
     ("vers", "rollout/versions"),
+    ("stale", "rollout/staleness_max"),
+    ("backlog", "rollout/backlog"),
+    ("lost", "rollout/tokens_lost"),
+    ("again", "rollout/tokens_recomputed"),
+    ("late", "rollout/superseded"),
+    ("overlap", "rollout/overlap"),
     ("generate", "timing_s/generate"),
+    ("wait", "timing_s/wait"),
     ("train", "timing_s/train"),
     ("sync", "timing_s/update_weights"),
+    ("stall", "rollout/stalled_s"),
     ("weights", "memory/weights_bytes"),
     ("W asleep", "memory/weights_bytes_asleep"),
     ("KV", "memory/kv_cache_bytes"),
@@ -80,7 +102,9 @@ class LiveTable:
         if self._live is not None:
             self._live.update(self._view())
         elif (len(self._rewards) - 1) % self._every == 0:
-            cells = (f"{title} {_cell(key, metrics[key])}" for title, key in _COLUMNS)
+            cells = (
+                f"{title} {_cell(key, metrics[key])}" for title, key in _COLUMNS if key in metrics
+            )
             sys.stdout.write("  ".join(cells) + "\n")
             sys.stdout.flush()
 
@@ -107,7 +131,8 @@ class LiveTable:
 
     def _view(self) -> Group:
         table = Table(title=f"{self._config.preset}: {self._config.task.name}", expand=False)
-        columns = _fitting(self._console.width)
+        known = self._rows[-1] if self._rows else {}
+        columns = _fitting(self._console.width, [c for c in _COLUMNS if c[1] in known])
         for title, _ in columns:
             table.add_column(title, justify="right", no_wrap=True)
         for row in self._rows:
@@ -121,9 +146,8 @@ class LiveTable:
         return Group(table, *lines)
 
 
-def _fitting(width: int) -> list[tuple[str, str]]:
-    """The columns that a terminal of ``width`` characters has room for."""
-    columns = list(_COLUMNS)
+def _fitting(width: int, columns: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Those of the columns that a terminal of ``width`` characters has room for."""
     for title in _LEAST_WANTED:
         if sum(max(len(name), 5) + 3 for name, _ in columns) + 1 <= width:
             break
@@ -139,8 +163,10 @@ def _cell(key: str, value: object) -> str:
     number = _number(value)
     if key.startswith("memory/"):
         return f"{number / 2**20:.1f}M"
-    if key.startswith("timing_s/"):
+    if key.startswith("timing_s/") or key == "rollout/stalled_s":
         return f"{number * 1e3:.0f}ms"
+    if key == "rollout/overlap":
+        return f"{100 * number:.0f}%"
     if key == "rollout/logprob_diff_max":
         return f"{number:.0e}"
     if key == "reward/mean":
