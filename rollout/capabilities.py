@@ -35,6 +35,7 @@ def unsupported(why: str) -> Ability:
 NO_ADAPTER = unsupported("no LoRA")
 NO_DELTA = unsupported("no delta updates")
 NO_LAYOUT = unsupported("no layout published")
+NO_SHARDS = unsupported("each rank holds the whole model")
 NO_KEEP_KV = unsupported("KV is not saved; frozen requests are computed again")
 
 
@@ -66,6 +67,7 @@ class Capabilities:
     caches: frozenset[Cache] = frozenset({Cache.PREFIX})
     groups: Mapping[str, bool] = field(default_factory=lambda: {TARGET: True})
     memory_measured_by: str = "process"
+    sharded: Ability = NO_SHARDS  # a rank may hold a part: tensor or pipeline parallel
     ranks: int = 1  # receiver ranks of one update
     samples: Ability = NATIVE  # several responses of one request (``Sampling.n``)
     stop_strings: Ability = NATIVE

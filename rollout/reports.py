@@ -126,8 +126,13 @@ class BackendStatus(msgspec.Struct, frozen=True):
 
 
 class Digests(msgspec.Struct, frozen=True):
-    """Fingerprints of tensors as they lie in the engine, and which ranks were read."""
+    """Fingerprints of tensors as they lie in the engine, and which ranks were read.
+
+    ``slices``: of tensors of which a rank holds a part, ``(start, length)`` for every dimension; the
+    value is then of that part at its place in the whole, so that parts add up.
+    """
 
     values: Mapping[str, int]
     kind: str
     ranks: tuple[int, ...] = (0,)
+    slices: Mapping[str, tuple[tuple[int, int], ...]] = msgspec.field(default_factory=dict)

@@ -95,12 +95,13 @@ class _Child:
     def _built(self, spec: ReplicaSpec) -> Any:
         """A replica, its engine's ranks in processes of their own where there are several; or one
         such rank."""
-        if spec.data_parallel == 1:
+        if spec.role == RANK:
             engine = create_backend(spec.backend, **spec.options)
-            if spec.role == RANK:
-                return RankTarget(engine, self._asking.barrier)
+            return RankTarget(engine, self._asking.barrier, sharded=spec.grid.shards > 1)
+        if spec.grid.size > 1:
+            engine = RankedEngine([RankProcess(one) for one in rank_specs(spec)], spec.grid)
         else:
-            engine = RankedEngine([RankProcess(one) for one in rank_specs(spec)])
+            engine = create_backend(spec.backend, **spec.options)
         return Replica(engine, name=spec.name, deadlines=spec.deadlines, fed_groups=spec.fed_groups)
 
     async def _ended(self, replica: Any, spec: ReplicaSpec) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from hotbunk.rollout.contract import Capabilities, TokenChunk
+from hotbunk.rollout.contract import Capabilities, ReceiverLayout, TokenChunk
 from hotbunk.rollout.errors import UsageError
 from hotbunk.rollout.process.spec import ReplicaSpec
 from hotbunk.rollout.process.wire_errors import WireError
@@ -97,12 +97,18 @@ class Ended(_Message, frozen=True):
 
 
 class Ask(_Message, frozen=True):
-    """An update under way in a rank waits for all ranks before it goes on past ``step``."""
+    """An update under way in a rank waits for all ranks before it goes on past ``step``.
+
+    ``fingerprints`` are of what it was sent, in a sharded engine of what it holds, each at its place
+    in the whole tensor (``slices``: of which part). ``layout`` is what it accepted.
+    """
 
     id: int
     update: int
     step: str
     fingerprints: dict[str, int]
+    slices: dict[str, tuple[tuple[int, int], ...]] = {}
+    layout: ReceiverLayout | None = None
 
 
 class Pong(_Message, frozen=True):

@@ -17,18 +17,22 @@ from hotbunk.rollout.contract import (
     ArenaHandle,
     Bucket,
     Capabilities,
+    Digests,
     Engine,
     GenerateRequest,
     Manifest,
     ReceiverLayout,
     Scope,
+    TensorSpec,
     Ticket,
     TokenChunk,
     Transfer,
     UpdateReport,
     Version,
+    digest_name,
 )
 from hotbunk.rollout.errors import HotbunkError, SessionError
+from hotbunk.rollout.process.grid import Slices
 from hotbunk.rollout.process.messages import Ask, Go
 from hotbunk.rollout.process.remote import Remote
 from hotbunk.rollout.process.spec import ReplicaSpec
@@ -37,7 +41,17 @@ from hotbunk.rollout.process.wire_errors import to_wire
 from hotbunk.rollout.registry import open_transfer
 
 ACCEPT, COMMIT = "accept", "commit"
-Barrier = Callable[[int, str, Mapping[str, int]], Awaitable[None]]
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What a rank tells at a barrier; see :class:`Ask`."""
+
+    fingerprints: Mapping[str, int] = msgspec.field(default_factory=dict)
+    slices: Mapping[str, Slices] = msgspec.field(default_factory=dict)
+    layout: ReceiverLayout | None = None
+
+
+Barrier = Callable[[int, str, Said], Awaitable[None]]
 
 
 class Rank(Protocol):
@@ -89,11 +103,13 @@ class RankTarget:
     """What the process of a rank serves: its engine's verbs, and updates that stop at barriers.
 
     :param barrier: called where an update must not go on alone; raises what another rank met.
+    :param sharded: this rank holds a part of the model.
     """
 
-    def __init__(self, engine: Engine, barrier: Barrier) -> None:
+    def __init__(self, engine: Engine, barrier: Barrier, *, sharded: bool = False) -> None:
         self._engine = engine
         self._barrier = barrier
+        self._sharded = sharded
         self._transfer: Transfer | None = None
 
     def __getattr__(self, verb: str) -> Any:
@@ -119,7 +135,11 @@ class RankTarget:
         transfer = self._opened()
         try:
             return await self._engine.update_weights(
-                _WithBarriers(transfer, partial(self._barrier, number)),
+                _WithBarriers(
+                    transfer,
+                    partial(self._barrier, number),
+                    self._engine.digest if self._sharded else None,
+                ),
                 version=version,
                 scope=scope,
             )
@@ -138,16 +158,22 @@ class _WithBarriers(Transfer):
     """A rank's transfer: no rank writes before all have accepted, none commits before all can."""
 
     def __init__(
-        self, inner: Transfer, barrier: Callable[[str, Mapping[str, int]], Awaitable[None]]
+        self,
+        inner: Transfer,
+        barrier: Callable[[str, Said], Awaitable[None]],
+        digest: Callable[[list[str]], Awaitable[Digests]] | None,
     ) -> None:
         self.manifest = inner.manifest
         self._inner = inner
         self._barrier = barrier
+        self._digest = digest  # of a rank that holds a part
+        self._layout: ReceiverLayout | None = None
         self._expected: Mapping[str, int] = {}
 
     async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
         in_place = await self._inner.accept(layout, arena)
-        await self._barrier(ACCEPT, {})
+        self._layout = layout if self._digest is not None else None
+        await self._barrier(ACCEPT, Said(layout=self._layout))
         return in_place
 
     async def buckets(self) -> AsyncIterator[Bucket]:
@@ -159,8 +185,24 @@ class _WithBarriers(Transfer):
         return self._expected
 
     async def commit(self) -> None:
-        await self._barrier(COMMIT, self._expected)
+        said = Said(self._expected)
+        if self._digest is not None and self._expected:
+            # What was sent is known by a part's own content; to add up it must be told by place.
+            mine = {
+                digest_name(spec.group, spec.name): spec.name
+                for spec in self.manifest.tensors
+                if self._has(spec)
+            }
+            held = await self._digest([*mine])
+            said = Said(
+                {mine[name]: value for name, value in held.values.items()},
+                {mine[name]: part for name, part in held.slices.items()},
+            )
+        await self._barrier(COMMIT, said)
         await self._inner.commit()
+
+    def _has(self, spec: TensorSpec) -> bool:
+        return self._layout is None or any(name in self._layout.tensors for name in spec.names)
 
     async def decline(self) -> None:
         await self._inner.decline()
@@ -177,7 +219,7 @@ class Asking:
         self._number = 0
         self._waiting: dict[int, asyncio.Future[None]] = {}
 
-    async def barrier(self, update: int, step: str, fingerprints: Mapping[str, int]) -> None:
+    async def barrier(self, update: int, step: str, said: Said) -> None:
         """Until the owner says go. Bounded by the update, which its owner cancels.
 
         :raises HotbunkError: what the owner says instead.
@@ -185,7 +227,16 @@ class Asking:
         self._number += 1
         word = self._waiting[self._number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Ask(self._number, update, step, dict(fingerprints)))
+            self._send(
+                Ask(
+                    self._number,
+                    update,
+                    step,
+                    dict(said.fingerprints),
+                    dict(said.slices),
+                    said.layout,
+                )
+            )
             await word
         finally:
             del self._waiting[self._number]

@@ -1,7 +1,8 @@
-"""Several ranks as one engine: data parallelism, each rank with the whole model.
+"""Several ranks as one engine: copies of the model, each whole in one rank or cut over several.
 
-What is asked goes to every rank, and is over when every rank has answered. Requests go to the rank
-that has fewest. A rank that fails in an update fails all; one that dies takes all with it.
+What is asked goes to every rank, and is over when every rank has answered. Requests go to the copy
+that has fewest, to its first rank: what ranks of a copy say to each other is the engine's own affair.
+A rank that fails in an update fails all; one that dies takes all with it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from hotbunk.rollout.contract import (
     parse_tags,
 )
 from hotbunk.rollout.errors import (
+    ConfigError,
     DeadlineExceeded,
     EngineFailed,
     HotbunkError,
@@ -46,6 +48,7 @@ from hotbunk.rollout.errors import (
     shown,
 )
 from hotbunk.rollout.process import union, verbs
+from hotbunk.rollout.process.grid import Grid
 from hotbunk.rollout.process.rank import Rank
 from hotbunk.rollout.process.ranked_update import RankedTransfer
 from hotbunk.rollout.watch import WatchedTransfer
@@ -54,9 +57,13 @@ from hotbunk.rollout.watch import WatchedTransfer
 class RankedEngine(Engine):
     """See the module. Its ranks are started and closed with it."""
 
-    def __init__(self, ranks: Sequence[Rank]) -> None:
+    def __init__(self, ranks: Sequence[Rank], grid: Grid | None = None) -> None:
         self._ranks = list(ranks)
-        self._load = [0] * len(self._ranks)  # requests, by rank
+        self._grid = grid or Grid(data=len(self._ranks))
+        if self._grid.size != len(self._ranks):
+            raise ConfigError(f"{len(self._ranks)} ranks are not {self._grid}")
+        self._leaders = [copy[0] for copy in self._grid.copies()]
+        self._load = dict.fromkeys(self._leaders, 0)  # requests
         self._lost = ""
         # How what is away went: a resume that fails half-way is undone in the same way.
         self._away: dict[Tag, verbs.EngineRelease] = {}
@@ -69,6 +76,7 @@ class RankedEngine(Engine):
         """Start every rank.
 
         :raises DeadlineExceeded: some did not start in time; it says which did (H14).
+        :raises ConfigError: the model is to be cut, and the backend's ranks hold whole ones.
         """
         starting = [asyncio.ensure_future(rank.start()) for rank in self._ranks]
         try:
@@ -93,7 +101,15 @@ class RankedEngine(Engine):
                     remedy=f"{said}; {error.remedy}",
                 ) from error
             raise _at(number, error)
-        self.capabilities = dataclasses.replace(self._ranks[0].capabilities, ranks=len(self._ranks))
+        caps = self._ranks[0].capabilities
+        if self._grid.shards > 1 and not caps.sharded:
+            await self.close()
+            raise ConfigError(
+                f"backend {caps.backend!r} cannot be cut into {self._grid.shards} parts: "
+                f"{caps.sharded.how}",
+                remedy="use data_parallel",
+            )
+        self.capabilities = dataclasses.replace(caps, ranks=len(self._ranks))
 
     async def close(self) -> None:
         self._lost = self._lost or "closed"
@@ -187,7 +203,7 @@ class RankedEngine(Engine):
 
     async def open_transfer(self, ticket: Ticket) -> Transfer:
         """Every rank opens its own end; see :class:`RankedTransfer`."""
-        return await RankedTransfer.open(self._ranks, ticket)
+        return await RankedTransfer.open(self._ranks, self._grid, ticket)
 
     async def update_weights(
         self, transfer: Transfer, *, version: Version, scope: Scope = FULL
@@ -200,12 +216,12 @@ class RankedEngine(Engine):
             pass
         await transfer.fingerprints()
         await transfer.commit()
-        return union.update(inner.reports)
+        return union.update(inner.reports, inner.wanted, len(inner.manifest.tensors))
 
     # -- generation ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        number = min(range(len(self._ranks)), key=self._load.__getitem__)
+        number = min(self._leaders, key=self._load.__getitem__)
         self._load[number] += 1
         try:
             async with aclosing(self._ranks[number].generate(request)) as chunks:  # type: ignore[type-var]
@@ -254,10 +270,9 @@ class RankedEngine(Engine):
         return union.status(await self._all("status"))
 
     async def digest(self, names: Collection[str] | None = None) -> Digests:
-        """Of every rank. Where two differ the value is -1, which no content has."""
-        return union.digest(
-            await self._all("digest", verbs.Names(None if names is None else [*names]))
-        )
+        """Of whole tensors, over every rank. Where two differ the value is -1, which no content has."""
+        args = verbs.Names(None if names is None else [*names])
+        return union.digest(await self._all("digest", args), self._grid)
 
     async def memory(self) -> MemoryReport:
         return union.memory(await self._all("memory"))

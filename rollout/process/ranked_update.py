@@ -25,6 +25,7 @@ from hotbunk.rollout.errors import (
     UpdateRefused,
     VerifyFailed,
 )
+from hotbunk.rollout.process.grid import DIFFERENT, Grid, check_union, union_of, wanted_of
 from hotbunk.rollout.process.messages import Ask
 from hotbunk.rollout.process.rank import ACCEPT, COMMIT, Rank
 from hotbunk.rollout.process.verbs import OpenUpdate, RankUpdate, Reason
@@ -36,20 +37,23 @@ class RankedTransfer(Transfer):
     """What the replica sees of it: a transfer without buckets, for the ranks take their own.
 
     ``accept`` says that the sender writes by itself, so the dirty mark is set before any rank is
-    told to go on. ``reports`` has one entry a rank once it has committed.
+    told to go on. ``reports`` has one entry a rank once it has committed; ``wanted`` how many of the
+    offered tensors each takes a part of.
     """
 
-    def __init__(self, ranks: Sequence[Rank], manifest: Manifest) -> None:
+    def __init__(self, ranks: Sequence[Rank], grid: Grid, manifest: Manifest) -> None:
         self.manifest = manifest
         self.reports: list[UpdateReport] = []
+        self.wanted = [len(manifest.tensors)] * grid.size
         self._ranks = ranks
+        self._grid = grid
         self._updates: list[asyncio.Task[UpdateReport]] = []
         self._asked: dict[int, Ask] = {}  # by rank: who stands at a barrier
         self._begun = self._over = False
         self._number = next(_numbers)
 
     @staticmethod
-    async def open(ranks: Sequence[Rank], ticket: Ticket) -> RankedTransfer:
+    async def open(ranks: Sequence[Rank], grid: Grid, ticket: Ticket) -> RankedTransfer:
         """Each rank opens its own end.
 
         :raises SessionError: the ticket is for another number of ranks.
@@ -79,7 +83,7 @@ class RankedTransfer(Transfer):
         except BaseException as error:
             await _given_up(ranks, error)
             raise
-        return RankedTransfer(ranks, manifests[0])
+        return RankedTransfer(ranks, grid, manifests[0])
 
     async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
         self._begun = True
@@ -88,6 +92,11 @@ class RankedTransfer(Transfer):
             asyncio.create_task(rank.call("update_weights", args)) for rank in self._ranks
         ]
         await self._all_at(ACCEPT)
+        if self._grid.shards > 1:
+            layouts = [self._asked[number].layout for number in range(self._grid.size)]
+            for copy in self._grid.copies():
+                check_union(self.manifest, [layouts[number] for number in copy])
+            self.wanted = [wanted_of(self.manifest, layout) for layout in layouts]
         return True
 
     async def buckets(self) -> AsyncIterator[Bucket]:
@@ -98,13 +107,18 @@ class RankedTransfer(Transfer):
             yield bucket
 
     async def fingerprints(self) -> Mapping[str, int]:
-        """Of all ranks. :raises VerifyFailed: two were sent different contents."""
+        """Of whole tensors, of all ranks together.
+
+        :raises VerifyFailed: two ranks, or two copies of the model, were sent different contents.
+        """
         expected: dict[str, int] = {}
-        for asked in self._asked.values():
+        for copy in self._grid.copies():
+            asked = [self._asked[number] for number in copy]
+            found = union_of([a.fingerprints for a in asked], [a.slices for a in asked])
             differing = {
                 name
-                for name, value in asked.fingerprints.items()
-                if expected.setdefault(name, value) != value
+                for name, value in found.items()
+                if expected.setdefault(name, value) != value or value == DIFFERENT
             }
             if differing:
                 raise VerifyFailed(differing, where="ranks were sent different contents")

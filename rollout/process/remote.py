@@ -36,7 +36,7 @@ from hotbunk.rollout.process.messages import (
     Result,
     encode,
 )
-from hotbunk.rollout.process.spec import ReplicaSpec
+from hotbunk.rollout.process.spec import REPLICA, ReplicaSpec
 from hotbunk.rollout.process.stream import Stream
 from hotbunk.rollout.process.verbs import GENERATE, Generate, Nothing, Verb
 from hotbunk.rollout.process.watch import REAPED, Watched
@@ -80,7 +80,9 @@ class Remote:
         :raises HotbunkError: what starting a replica raises there.
         """
         seconds, name = self.spec.deadlines.start, self.spec.name
-        if self.spec.data_parallel > 1:  # its ranks have that time, and are told of one by one
+        if (
+            self.spec.role == REPLICA and self.spec.grid.size > 1
+        ):  # its ranks have that time, and are told of one by one
             seconds += 2 * self.spec.deadlines.grace
         self._process = Watched(spawn(self.spec), name, self._died)
         try:

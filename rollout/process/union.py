@@ -1,4 +1,4 @@
-"""What several ranks report, as one engine's report. Each rank has the whole model."""
+"""What several ranks report, as one engine's report."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hotbunk.rollout.contract import (
     PauseReport,
     UpdateReport,
 )
+from hotbunk.rollout.process.grid import DIFFERENT, Grid, union_of
 
 T = TypeVar("T")
-DIFFERENT = -1  # the digest of a tensor that is not the same in all ranks
 
 
 def memory(reports: Sequence[MemoryReport]) -> MemoryReport:
@@ -45,11 +45,15 @@ def memory(reports: Sequence[MemoryReport]) -> MemoryReport:
     )
 
 
-def update(reports: Sequence[UpdateReport]) -> UpdateReport:
-    """Every rank applied the whole of it: as many tensors as the worst did; bytes add up."""
+def update(reports: Sequence[UpdateReport], wanted: Sequence[int], offered: int) -> UpdateReport:
+    """Bytes add up; of the ``offered`` tensors so many are applied as the worst rank left out.
+
+    ``wanted``: of how many each rank takes a part.
+    """
+    short = max(want - report.applied for report, want in zip(reports, wanted, strict=True))
     return msgspec.structs.replace(
         reports[0],
-        applied=min(r.applied for r in reports),
+        applied=offered - short,
         nbytes=_sum(reports, lambda r: r.nbytes),
         buckets=_sum(reports, lambda r: r.buckets),
         verified=min((r.verified for r in reports), key=("none", "transfer", "applied").index),
@@ -99,12 +103,19 @@ def status(reports: Sequence[BackendStatus]) -> BackendStatus:
     )
 
 
-def digest(reports: Sequence[Digests]) -> Digests:
-    """The value that all ranks have, or :data:`DIFFERENT`."""
-    values = dict(reports[0].values)
-    for report in reports[1:]:
-        for name in values.keys() | report.values.keys():
-            if values.get(name) != report.values.get(name):
+def digest(reports: Sequence[Digests], grid: Grid) -> Digests:
+    """Of whole tensors: what the ranks of a copy have together, if all copies have the same.
+
+    Else :data:`DIFFERENT`.
+    """
+    values: dict[str, int] = {}
+    for number, copy in enumerate(grid.copies()):
+        its = [reports[rank] for rank in copy]
+        found = union_of([r.values for r in its], [r.slices for r in its])
+        if number == 0:
+            values = found
+        for name in values.keys() | found.keys():
+            if values.get(name) != found.get(name):
                 values[name] = DIFFERENT
     return Digests(values, reports[0].kind, tuple(range(len(reports))))
 

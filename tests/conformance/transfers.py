@@ -9,6 +9,7 @@ import msgspec
 
 from hotbunk.rollout.contract import (
     FULL,
+    ITEMSIZE,
     ArenaHandle,
     Bucket,
     BucketEntry,
@@ -21,6 +22,7 @@ from hotbunk.rollout.contract import (
 )
 from hotbunk.rollout.errors import TransferFailed, UpdateFailed, UpdateRefused
 from hotbunk.rollout.fingerprint import KIND, fingerprint_bytes
+from hotbunk.rollout.process.grid import bytes_of
 
 Tensors = Sequence[tuple[TensorSpec, bytes]]
 
@@ -49,13 +51,20 @@ class MemoryTransfer(Transfer):
         self.events: list[str] = []
         self.aborted_with: list[BaseException] = []
         self._contents = [content for _, content in tensors]
+        self._left_out = [False] * len(self._contents)
 
     async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
         self.events.append("accept")
         wanted = {} if layout is None else layout.tensors
-        for spec in self.manifest.tensors:
-            if spec.name in wanted and wanted[spec.name].dtype != spec.dtype:
+        for n, spec in enumerate(self.manifest.tensors):
+            place = next((wanted[name] for name in spec.names if name in wanted), None)
+            if place is not None and place.dtype != spec.dtype:
                 raise UpdateRefused(f"{spec.name!r} would have to be cast, and this sender cannot")
+            if layout is not None:
+                self._left_out[n] = place is None
+            if place is not None and place.slices:
+                rows = bytes_of(spec.shape, ITEMSIZE[spec.dtype], place.slices)
+                self._contents[n] = b"".join(self._contents[n][at : at + size] for at, size in rows)
         return False
 
     async def buckets(self) -> AsyncIterator[Bucket]:
@@ -80,7 +89,10 @@ class MemoryTransfer(Transfer):
             return {}
         return {
             spec.name: fingerprint_bytes(content)
-            for spec, content in zip(self.manifest.tensors, self._contents, strict=True)
+            for n, (spec, content) in enumerate(
+                zip(self.manifest.tensors, self._contents, strict=True)
+            )
+            if not self._left_out[n]
         }
 
     async def commit(self) -> None:
@@ -104,6 +116,8 @@ class MemoryTransfer(Transfer):
         tables: list[list[BucketEntry]] = []
         offset = room
         for index, content in enumerate(self._contents):
+            if self._left_out[index]:
+                continue
             start = 0
             while start < len(content):
                 if offset == room:

@@ -16,6 +16,7 @@ from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import Outcome, SyncPolicy
 from hotbunk.checkpoint_engine.supervisor import SlotState, Supervision, Supervisor
 from hotbunk.checkpoint_engine.transports.disk import DiskTransport
+from hotbunk.conformance.backends import holder
 from hotbunk.conformance.backends.oracle_pool import TensorWeights
 from hotbunk.rollout.backends.oracle.model import weights_at
 from hotbunk.rollout.contract import (
@@ -31,6 +32,7 @@ from hotbunk.rollout.contract import (
 from hotbunk.rollout.fingerprint import fingerprint_bytes
 from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.process import ProcessHandle, shutdown, start_replica
+from hotbunk.rollout.registry import load_transport
 from hotbunk.rollout.status import Deadlines
 
 pytestmark = pytest.mark.anyio
@@ -170,3 +172,41 @@ async def test_killed_processes_are_replaced_until_one_is_retired_n3(
     supervising.cancel()
     await asyncio.wait({supervising})
     await manager.close()
+
+
+async def test_two_tensor_parallel_ranks_take_their_slices_from_one_sender(begin: Begin) -> None:
+    """Beside a replica of one rank. Slices travel, and together they are the whole model."""
+    cut = await start_replica(
+        holder.NAME,
+        name="cut",
+        deadlines=QUICK,
+        tensor_parallel=2,
+        setup="hotbunk.conformance.backends.holder:register",
+    )
+    one = await start_replica(
+        holder.NAME,
+        name="one",
+        deadlines=QUICK,
+        setup="hotbunk.conformance.backends.holder:register",
+    )
+    transport = load_transport("shm")()
+    manager = CheckpointEngineManager(
+        [cut, one],
+        transport,
+        deployment=Deployment.STANDALONE,
+        policy=SyncPolicy(bucket_bytes=128),
+    )
+    try:
+        assert (cut.capabilities.ranks, bool(cut.capabilities.sharded)) == (2, True)
+        for step in (1, 2):
+            report = await manager.update_weights(holder.HeldWeights(step), V[step])
+            parts, whole = (o.update for o in report.outcomes)
+            assert parts is not None
+            assert whole is not None
+            assert parts.nbytes < 2 * whole.nbytes, "each rank was sent everything"
+            for handle in (cut, one):
+                assert dict((await handle.digest()).values) == holder.fingerprints(step)
+        again = await manager.update_weights(holder.HeldWeights(2), V[2])
+        assert [o.update.skipped for o in again.outcomes if o.update] == [True, True]
+    finally:
+        await manager.close()

@@ -8,105 +8,32 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
 
+from hotbunk.conformance.backends.ranks import MAKE, OPENED, LocalRank, offer
 from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.rollout import errors
 from hotbunk.rollout.backends.oracle import Device, FaultPlan, create
-from hotbunk.rollout.backends.oracle.engine import OracleEngine
 from hotbunk.rollout.backends.oracle.model import weights_at
 from hotbunk.rollout.contract import (
-    Capabilities,
     GenerateRequest,
     PauseMode,
     Retention,
     Sampling,
     Tag,
-    Ticket,
-    TokenChunk,
     Version,
     collect,
 )
 from hotbunk.rollout.process import union
-from hotbunk.rollout.process.messages import Ask
-from hotbunk.rollout.process.rank import Asking, RankTarget
 from hotbunk.rollout.process.ranked import RankedEngine
-from hotbunk.rollout.process.wire_errors import from_wire, to_wire
-from hotbunk.rollout.registry import TRANSPORTS, register
 from hotbunk.rollout.replica import Replica
 from hotbunk.rollout.status import Health
 
 pytestmark = pytest.mark.anyio
 
 
-class LocalRank:
-    """A rank on this event loop, which answers late."""
-
-    def __init__(self, number: int, engine: OracleEngine, draw: random.Random) -> None:
-        self.number = number
-        self.engine = engine
-        self.draw = draw
-        self.asked: asyncio.Queue[Ask] = asyncio.Queue()
-        self.asking = Asking(self.asked.put_nowait)
-        self.target = RankTarget(engine, self.asking.barrier)
-        self.on_lost: Any = None
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.engine.capabilities
-
-    async def start(self) -> None:
-        await self.engine.start()
-
-    async def close(self) -> None:
-        await self.engine.close()
-
-    async def late(self) -> None:
-        await asyncio.sleep(self.draw.uniform(0.0, 0.2))
-
-    async def call(self, verb: str, args: msgspec.Struct | None = None) -> Any:
-        more = {} if args is None else {n: getattr(args, n) for n in args.__struct_fields__}
-        await self.late()
-        try:
-            result = await getattr(self.target, verb)(**more)
-        except Exception as error:
-            raise from_wire(to_wire(verb, error)) from error  # as over a wire
-        await self.late()
-        return result
-
-    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        return self.engine.generate(request)
-
-    async def at_barrier(self, update: int) -> Ask:
-        while True:
-            asked = await self.asked.get()
-            if asked.update == update:
-                return asked
-
-    def go(self, asked: Ask, error: errors.HotbunkError | None = None) -> None:
-        self.asking.told(asked.id, error)
-
-
-OPENED: list[tuple[Ticket, MemoryTransfer]] = []
-MAKE: dict[str, Any] = {}
-
-
-class Recorded:
-    """A transport whose ends are kept, to be looked at."""
-
-    @staticmethod
-    async def open(ticket: Ticket) -> MemoryTransfer:
-        step = int(ticket.address)
-        make = MAKE.get(str(ticket.rank), MemoryTransfer)
-        transfer: MemoryTransfer = make(weights_at(step), version=Version(0, step), bucket_bytes=16)
-        OPENED.append((ticket, transfer))
-        return transfer
-
-
 @pytest.fixture(autouse=True)
-def _transport() -> None:
-    register(TRANSPORTS, "recorded", f"{__name__}:Recorded")
+def _nothing_recorded() -> None:
     OPENED.clear()
     MAKE.clear()
 
@@ -137,7 +64,7 @@ async def ranked(
 
 
 async def update(replica: Replica, step: int, count: int) -> Any:
-    ticket = Ticket("recorded", str(step), ranks=count)
+    ticket = offer(weights_at(step), Version(0, step), count, bucket_bytes=16)
     return await replica.update_weights(ticket, version=Version(0, step))
 
 
