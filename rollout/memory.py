@@ -37,7 +37,7 @@ from hotbunk.rollout.errors import (
     ResumeOutOfMemory,
     Unsupported,
 )
-from hotbunk.rollout.native_pool import ArenaInfo, Choice, Code, Facts, Options, Outcome
+from hotbunk.rollout.native_pool import ArenaInfo, Choice, Code, Facts, Options, Outcome, Shared
 from hotbunk.rollout.plain import PlainPool
 
 __all__ = [
@@ -162,6 +162,17 @@ class NativeArena(Arena):
         found = int(self._pool.lib.hb_arena_fd(self._pool.number, self.number))
         return None if found < 0 else found
 
+    def export(self, peer: int = 0) -> Shared:
+        """A handle of its memory for another process; its ``fd`` is the caller's to close.
+
+        :param peer: that process, for drivers that must be told.
+        :raises MemoryFault: it is released, or the driver has no such handles.
+        """
+        shared, outcome = Shared(peer=peer), Outcome()
+        code = self._pool.lib.hb_arena_export(self._pool.number, self.number, shared, outcome)
+        self._pool.check(code, outcome)
+        return shared
+
     def lease(self) -> object:
         if self._buffer is None:
             raise MemoryFault(f"arena {self.tag}/{self.group} was given back")
@@ -271,6 +282,18 @@ class NativePool(MemoryPool):
         with self._lock:
             self._arenas[arena.number] = arena
         return arena
+
+    def import_arena(self, shared: Shared, tag: str, group: str = "") -> NativeArena:
+        """Another process's memory as an arena; no verb releases it. ``shared`` may go at once.
+
+        :raises MemoryFault: it cannot be had.
+        """
+        number, outcome = ctypes.c_uint64(), Outcome()
+        names = (_name(tag), _name(group))
+        self.check(self.lib.hb_arena_import(self.number, *names, shared, number, outcome), outcome)
+        info = ArenaInfo()
+        self.lib.hb_arena_look(self.number, number, info)
+        return NativeArena(self, number.value, info, tag, group)
 
     def arenas(self) -> tuple[NativeArena, ...]:
         with self._lock:

@@ -10,7 +10,7 @@ from ctypes import c_char, c_char_p, c_int32, c_int64, c_uint32, c_uint64, c_voi
 from enum import IntEnum
 from typing import Final
 
-__all__ = ["ArenaInfo", "Choice", "Code", "Facts", "Options", "Outcome", "bind"]
+__all__ = ["ArenaInfo", "Choice", "Code", "Facts", "Options", "Outcome", "Shared", "bind"]
 
 
 class Code(IntEnum):
@@ -122,6 +122,17 @@ class Choice(ctypes.Structure):
     _fields_ = (("tag", c_char_p), ("group", c_char_p), ("retention", c_int32))
 
 
+class Shared(ctypes.Structure):
+    """``hb_shared``: memory on its way to another process."""
+
+    fd: int
+    peer: int
+    number: int
+    nbytes: int
+
+    _fields_ = (("fd", c_int32), ("peer", c_int32), ("number", c_uint64), ("nbytes", c_uint64))
+
+
 _POOL: Final = c_uint64
 _ARENA: Final = c_uint64
 _OUT: Final = ctypes.POINTER(Outcome)
@@ -145,6 +156,11 @@ _SIGNATURES: Final[dict[str, tuple[type, tuple[type, ...]]]] = {
     "hb_arena_read": (c_int32, (_POOL, _ARENA, c_uint64, c_void_p, c_uint64, _OUT)),
     "hb_arena_write": (c_int32, (_POOL, _ARENA, c_uint64, c_void_p, c_uint64, _OUT)),
     "hb_arena_fd": (c_int32, (_POOL, _ARENA)),
+    "hb_arena_export": (c_int32, (_POOL, _ARENA, ctypes.POINTER(Shared), _OUT)),
+    "hb_arena_import": (
+        c_int32,
+        (_POOL, c_char_p, c_char_p, ctypes.POINTER(Shared), ctypes.POINTER(_ARENA), _OUT),
+    ),
     "hb_arena_look": (c_int32, (_POOL, _ARENA, ctypes.POINTER(ArenaInfo))),
     "hb_pool_look": (
         c_int32,

@@ -117,6 +117,26 @@ HB_API int32_t hb_arena_write(hb_pool pool, hb_arena arena, uint64_t offset, con
 // The file behind a shared arena, to be passed on; it belongs to the pool. -1: not shared.
 HB_API int32_t hb_arena_fd(hb_pool pool, hb_arena arena);
 
+// The memory of an arena on its way to another process of this machine and user.
+typedef struct hb_shared {
+  int32_t fd;       // travels over a socket; the caller's to close. -1: `number` says it all
+  int32_t peer;     // export: the process that will import it; drivers with a list need it
+  uint64_t number;  // the driver's own name of it
+  uint64_t nbytes;  // as mapped; persistent bytes of an arena are not among them
+} hb_shared;
+
+// A handle of the arena's memory, for as long as it is not released: memory that somebody else has
+// imported does not come back by a release here. HB_E_STATE: it is released. HB_E_UNAVAILABLE: the
+// driver has no way to share it.
+HB_API int32_t hb_arena_export(hb_pool pool, hb_arena arena, hb_shared *shared,
+                               hb_outcome *outcome);
+
+// Somebody's exported memory as an arena of this pool: same bytes, addresses of this process. No verb
+// releases it, and it counts as no resident bytes here; hb_arena_drop closes it. `shared` may be
+// closed as soon as this returns.
+HB_API int32_t hb_arena_import(hb_pool pool, const char *tag, const char *group,
+                               const hb_shared *shared, hb_arena *arena, hb_outcome *outcome);
+
 typedef struct hb_arena_info {
   hb_arena arena;
   uint64_t address;
@@ -165,14 +185,14 @@ HB_API int32_t hb_pool_check(hb_pool pool, hb_outcome *outcome);
 
 // From now on the `nth` (from 1) call of `function` fails with `code`: "reserve", "create", "map",
 // "unmap", "destroy", "to_host", "from_host", "zero", "sync", "info", "store_open", "store_write",
-// "store_read", or "*" for any of them. Several may be armed; `nth` 0 disarms all.
+// "store_read", "export", "import", or "*" for any of them. Several may be armed; `nth` 0 disarms all.
 HB_API int32_t hb_fake_fail(hb_pool pool, const char *function, uint64_t nth, int32_t code);
 
 // After `after` more honest answers, free memory is told `bytes` too low `looks` times.
 HB_API int32_t hb_fake_lie(hb_pool pool, uint64_t bytes, uint64_t after, uint64_t looks);
 
 // How often `function` ("*": any) was called, and what is alive: "ranges", "memory", "maps",
-// "stores", "bytes". Negative: no such counter.
+// "stores", "imported", "bytes" (imported ones are others'). Negative: no such counter.
 HB_API int64_t hb_fake_count(hb_pool pool, const char *what);
 
 #ifdef __cplusplus

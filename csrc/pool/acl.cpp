@@ -30,6 +30,10 @@ class AclDriver : public Driver {
   if (!api_.name) return unavailable(std::string(path) + " has no " #symbol);
     HB_ACL_FUNCTIONS(HB_LOAD)
 #undef HB_LOAD
+#define HB_LOAD(name, symbol, result, parameters) \
+  api_.name = reinterpret_cast<decltype(api_.name)>(dlsym(loaded, #symbol));
+    HB_ACL_SHARING(HB_LOAD)
+#undef HB_LOAD
     Error error = api_.init(nullptr);
     if (error && error != kRepeatedInit) return unavailable(said("aclInit", error));
     Context before = nullptr;  // none is an error, too, and means the same
@@ -48,6 +52,7 @@ class AclDriver : public Driver {
                          [&] { return api_.granularity(&prop_, kGranularityMinimum, &unit); });
     if (status.failed()) return unavailable(status.text);
     granularity = unit;
+    device_ = device;
     kind = "acl:" + std::to_string(device);
     return {};
   }
@@ -112,6 +117,30 @@ class AclDriver : public Driver {
     return status;
   }
 
+  // A handle is a number here, and good for the processes that its owner names.
+  Status export_memory(uint64_t, uint64_t handle, hb_shared *shared) override {
+    if (!api_.export_handle || !api_.allow)
+      return unavailable(kind + ": this ACL library has no handles for other processes");
+    Status status = call("aclrtMemExportToShareableHandle", [&] {
+      return api_.export_handle(pointer(handle), kHandleNone, 0, &shared->number);
+    });
+    if (status.failed()) return status;
+    int32_t peer = shared->peer;
+    return call("aclrtMemSetPidToShareableHandle",
+                [&] { return api_.allow(shared->number, &peer, 1); });
+  }
+
+  Status import_memory(const hb_shared &shared, uint64_t *handle) override {
+    if (!api_.import_handle)
+      return unavailable(kind + ": this ACL library has no handles of other processes");
+    Handle made = nullptr;
+    Status status = call("aclrtMemImportFromShareableHandle", [&] {
+      return api_.import_handle(shared.number, device_, &made);
+    });
+    if (!status.failed()) *handle = reinterpret_cast<uint64_t>(made);
+    return status;
+  }
+
   void *staging(uint64_t size) override {
     void *memory = nullptr;
     Status status = call("aclrtMallocHost", [&] { return api_.host_alloc(&memory, size); });
@@ -155,6 +184,7 @@ class AclDriver : public Driver {
   }
 
   Api api_;
+  int device_ = 0;
   Context context_ = nullptr;
   PhysicalProp prop_{};
 };

@@ -56,9 +56,19 @@ struct PhysicalProp {
   X(host_alloc, aclrtMallocHost, Error, (void **memory, size_t size))                          \
   X(host_free, aclrtFreeHost, Error, (void *memory))
 
+// The same, of newer libraries: a pool works without them, and cannot share its memory.
+#define HB_ACL_SHARING(X)                                                                      \
+  X(export_handle, aclrtMemExportToShareableHandle, Error,                                     \
+    (Handle handle, int type, uint64_t flags, uint64_t *shareable))                            \
+  X(import_handle, aclrtMemImportFromShareableHandle, Error,                                   \
+    (uint64_t shareable, int32_t device, Handle * handle))                                     \
+  X(allow, aclrtMemSetPidToShareableHandle, Error,                                             \
+    (uint64_t shareable, int32_t * pids, size_t count))
+
 struct Api {
 #define HB_MEMBER(name, symbol, result, parameters) result(*name) parameters = nullptr;
   HB_ACL_FUNCTIONS(HB_MEMBER)
+  HB_ACL_SHARING(HB_MEMBER)
 #undef HB_MEMBER
 };
 

@@ -223,6 +223,20 @@ int32_t hb_arena_fd(hb_pool pool, hb_arena arena) {
   return held ? held->fd(arena) : -1;
 }
 
+int32_t hb_arena_export(hb_pool pool, hb_arena arena, hb_shared *shared, hb_outcome *outcome) {
+  if (!shared) return HB_E_INVALID;
+  shared->fd = -1;
+  shared->number = shared->nbytes = 0;
+  return hb::guarded(pool, outcome, [&](Pool &it) { return it.export_arena(arena, shared); });
+}
+
+int32_t hb_arena_import(hb_pool pool, const char *tag, const char *group, const hb_shared *shared,
+                        hb_arena *arena, hb_outcome *outcome) {
+  if (!tag || !group || !shared || !arena) return HB_E_INVALID;
+  return hb::guarded(pool, outcome,
+                     [&](Pool &it) { return it.import_arena(tag, group, *shared, arena); });
+}
+
 int32_t hb_arena_look(hb_pool pool, hb_arena arena, hb_arena_info *info) {
   if (!info) return HB_E_INVALID;
   return hb::guarded(pool, nullptr, [&](Pool &it) {

@@ -50,6 +50,9 @@ class CudaDriver : public Driver {
     int rdma = 0;  // transports may register what lies here
     if (!api_.device_attribute(&rdma, kAttributeRdma, device_) && rdma)
       prop_.alloc_flags.gpu_direct_rdma_capable = 1;
+    int fds = 0;  // memory that can be passed to another process must be made for it
+    if (!api_.device_attribute(&fds, kAttributeFdHandles, device_) && fds)
+      prop_.requested_handle_types = kHandleFd;
     // The primary context is the one that torch uses: addresses are valid in both.
     if (Result error = api_.retain(&context_, device_)) {
       context_ = nullptr;
@@ -134,6 +137,25 @@ class CudaDriver : public Driver {
     Status status = call("cuMemGetInfo", [&] { return api_.info(&left, &all); });
     *free = left;
     *total = all;
+    return status;
+  }
+
+  Status export_memory(uint64_t, uint64_t handle, hb_shared *shared) override {
+    if (prop_.requested_handle_types != kHandleFd)
+      return unavailable(kind + " has no handles for other processes");
+    int fd = -1;
+    Status status = call("cuMemExportToShareableHandle",
+                         [&] { return api_.export_handle(&fd, handle - 1, kHandleFd, 0); });
+    if (!status.failed()) shared->fd = fd;
+    return status;
+  }
+
+  Status import_memory(const hb_shared &shared, uint64_t *handle) override {
+    Handle made = 0;
+    void *fd = reinterpret_cast<void *>(static_cast<intptr_t>(shared.fd));
+    Status status = call("cuMemImportFromShareableHandle",
+                         [&] { return api_.import_handle(&made, fd, kHandleFd); });
+    if (!status.failed()) *handle = made + 1;
     return status;
   }
 

@@ -17,7 +17,8 @@ using Handle = unsigned long long;
 
 constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2;
 constexpr int kAllocationPinned = 1, kLocationDevice = 1, kReadWrite = 3, kGranularityMinimum = 0;
-constexpr int kAttributeVmm = 102, kAttributeRdma = 110;
+constexpr int kAttributeVmm = 102, kAttributeFdHandles = 103, kAttributeRdma = 110;
+constexpr int kHandleNone = 0, kHandleFd = 1;
 
 struct Location {
   int type;
@@ -66,6 +67,10 @@ struct AccessDesc {
   X(set_access, "cuMemSetAccess",                                                           \
     (Address address, size_t size, const AccessDesc *desc, size_t count))                   \
   X(unmap, "cuMemUnmap", (Address address, size_t size))                                    \
+  X(export_handle, "cuMemExportToShareableHandle",                                           \
+    (void *shareable, Handle handle, int type, unsigned long long flags))                   \
+  X(import_handle, "cuMemImportFromShareableHandle",                                        \
+    (Handle * handle, void *shareable, int type))                                           \
   X(to_host, "cuMemcpyDtoH_v2", (void *to, Address from, size_t size))                      \
   X(from_host, "cuMemcpyHtoD_v2", (Address to, const void *from, size_t size))              \
   X(fill, "cuMemsetD8_v2", (Address to, unsigned char value, size_t size))                  \

@@ -80,6 +80,11 @@ class Driver {
     return handle ? size : 0;
   }
 
+  // A handle of memory for another process, and such a handle as memory of this one (mapped and
+  // destroyed like any other).
+  virtual Status export_memory(uint64_t size, uint64_t handle, hb_shared *shared);
+  virtual Status import_memory(const hb_shared &shared, uint64_t *handle);
+
   virtual int fd(uint64_t address) {
     (void)address;
     return -1;

@@ -66,6 +66,14 @@ class FakeDriver : public Driver {
     return done("sync", [] { return true; });
   }
 
+  Status export_memory(uint64_t, uint64_t handle, hb_shared *shared) override {
+    return done("export", [=] { return (shared->fd = device.export_file(handle)) >= 0; });
+  }
+
+  Status import_memory(const hb_shared &shared, uint64_t *handle) override {
+    return done("import", [&] { return device.import_file(shared.fd, shared.nbytes, handle); });
+  }
+
   Status info(uint64_t *free, uint64_t *total) override {
     if (int code = device.enter("info")) return fault("info", code, 0);
     device.info(free, total);

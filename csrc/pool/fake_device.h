@@ -5,6 +5,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstring>
@@ -50,6 +51,11 @@ class FakeDevice {
     if (what == "memory") return static_cast<int64_t>(memory_.size());
     if (what == "maps") return static_cast<int64_t>(maps_.size());
     if (what == "stores") return stores_;
+    if (what == "imported") {
+      int64_t found = 0;
+      for (auto &one : memory_) found += one.second.imported;
+      return found;
+    }
     if (what == "bytes") return static_cast<int64_t>(used_);
     auto found = calls_.find(what);
     return found == calls_.end() ? 0 : static_cast<int64_t>(found->second);
@@ -91,7 +97,7 @@ class FakeDevice {
       return false;
     }
     *handle = ++last_;
-    memory_[*handle] = {file, size};
+    memory_[*handle] = {file, size, false};
     used_ += size;
     return true;
   }
@@ -100,9 +106,30 @@ class FakeDevice {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = memory_.find(handle);
     if (found == memory_.end()) return false;
-    used_ -= found->second.size;
+    if (!found->second.imported) used_ -= found->second.size;
     close(found->second.file);
     memory_.erase(found);
+    return true;
+  }
+
+  // -1: no such memory.
+  int export_file(uint64_t handle) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = memory_.find(handle);
+    return found == memory_.end() ? -1 : fcntl(found->second.file, F_DUPFD_CLOEXEC, 3);
+  }
+
+  // Another process's memory, which is none of this device's. False: it holds fewer bytes.
+  bool import_file(int file, uint64_t size, uint64_t *handle) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    struct stat found;
+    if (fstat(file, &found) || !S_ISREG(found.st_mode) ||
+        found.st_size < static_cast<off_t>(size))
+      return false;
+    int mine = fcntl(file, F_DUPFD_CLOEXEC, 3);
+    if (mine < 0) return false;
+    *handle = ++last_;
+    memory_[*handle] = {mine, size, true};
     return true;
   }
 
@@ -147,6 +174,7 @@ class FakeDevice {
   struct Memory {
     int file;
     uint64_t size;
+    bool imported;
   };
 
   struct Armed {

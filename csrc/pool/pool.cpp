@@ -13,6 +13,10 @@ Status no_arena(hb_arena id) {
   return Status::error(HB_E_HANDLE, "the pool has no arena " + std::to_string(id));
 }
 
+Status name_taken(const Arena &made) {
+  return Status::error(HB_E_EXISTS, "the pool already has an arena " + made.label());
+}
+
 }  // namespace
 
 std::unique_lock<std::mutex> Pool::device_lock() {
@@ -31,16 +35,9 @@ Status Pool::open(const std::string &tag, const std::string &group, uint64_t nby
   made->group = group;
   made->size = round_up(nbytes ? nbytes : 1, driver_->granularity);
   made->persistent = round_up(persistent, driver_->granularity);
-  auto taken = [&] {
-    for (auto &one : arenas_)
-      if (!one.second->dropped && one.second->tag == tag && one.second->group == group) return true;
-    return false;
-  };
-  Status exists =
-      Status::error(HB_E_EXISTS, "the pool already has an arena " + made->label());
   {
     std::lock_guard<std::mutex> lock(table_);
-    if (taken()) return exists;
+    if (taken(*made)) return name_taken(*made);
   }
   auto device = device_lock();
   Status status = driver_->reserve(made->size + made->persistent, &made->address);
@@ -60,7 +57,7 @@ Status Pool::open(const std::string &tag, const std::string &group, uint64_t nby
   }
   if (!status.failed()) status = driver_->sync();
   std::lock_guard<std::mutex> lock(table_);
-  if (!status.failed() && taken()) status = exists;
+  if (!status.failed() && taken(*made)) status = name_taken(*made);
   if (status.failed()) {
     for (int n = 0; n < 2; ++n)
       if (mapped[n])
@@ -75,6 +72,58 @@ Status Pool::open(const std::string &tag, const std::string &group, uint64_t nby
   made->id = *arena = ++last_;
   arenas_[made->id] = made;
   return {};
+}
+
+Status Pool::export_arena(hb_arena id, hb_shared *shared) {
+  Held arena = find(id);
+  if (!arena) return no_arena(id);
+  std::lock_guard<std::mutex> busy(arena->busy);
+  if (arena->dropped) return no_arena(id);
+  if (!arena->mapped || arena->imported)
+    return Status::error(HB_E_STATE, "arena " + arena->label() +
+                                         (arena->imported ? " is another process's" : " is released"));
+  shared->nbytes = arena->size;
+  return driver_->export_memory(arena->size, arena->handle, shared);
+}
+
+Status Pool::import_arena(const std::string &tag, const std::string &group, const hb_shared &shared,
+                          hb_arena *arena) {
+  auto made = std::make_shared<Arena>();
+  made->tag = tag;
+  made->group = group;
+  made->size = shared.nbytes;
+  made->imported = true;
+  if (!made->size || made->size > kMost || made->size % driver_->granularity)
+    return Status::error(HB_E_INVALID, std::to_string(made->size) + " bytes are no whole pages of " +
+                                           std::to_string(driver_->granularity));
+  auto device = device_lock();
+  Status status = driver_->import_memory(shared, &made->handle);
+  if (status.failed()) return status;
+  status = driver_->reserve(made->size, &made->address);
+  if (!status.failed()) {
+    status = driver_->map(made->address, made->size, &made->handle);
+    made->mapped = !status.failed();
+  }
+  std::lock_guard<std::mutex> lock(table_);
+  if (!status.failed() && taken(*made)) status = name_taken(*made);
+  if (status.failed()) {
+    if (made->mapped)
+      driver_->abandon(made->address, made->size, made->handle);
+    else
+      driver_->destroy(made->size, made->handle);
+    if (made->address) driver_->unreserve(made->address);
+    return status;
+  }
+  made->id = *arena = ++last_;
+  arenas_[made->id] = made;
+  return {};
+}
+
+bool Pool::taken(const Arena &made) const {
+  for (auto &one : arenas_)
+    if (!one.second->dropped && one.second->tag == made.tag && one.second->group == made.group)
+      return true;
+  return false;
 }
 
 Pool::Held Pool::find(hb_arena id) {
@@ -191,6 +240,7 @@ bool Pool::empty() {
 }
 
 uint64_t Pool::resident(Arena &arena) {
+  if (arena.imported) return 0;
   uint64_t bytes = driver_->resident(arena.address, arena.size, arena.handle);
   if (arena.persistent)
     bytes += driver_->resident(arena.address + arena.size, arena.persistent,

@@ -43,6 +43,7 @@ struct Arena {
   bool mapped = false;
   bool released = false;
   bool intact = false;   // released, but its memory still holds the content: an undo failed
+  bool imported = false;  // another process's memory: never released here
   bool dropped = false;  // out of the pool; only addresses are left
   Backup backup;
 
@@ -75,6 +76,9 @@ class Pool {
   bool unreserve(hb_arena id);  // false: no such arena, or it is still in use
   Status copy(hb_arena id, uint64_t offset, void *to, const void *from, uint64_t nbytes);
   int fd(hb_arena id);
+  Status export_arena(hb_arena id, hb_shared *shared);
+  Status import_arena(const std::string &tag, const std::string &group, const hb_shared &shared,
+                      hb_arena *arena);
 
   void close();
   bool empty();  // no arena and no address is left
@@ -97,6 +101,7 @@ class Pool {
 
   Held find(hb_arena id);
   std::vector<Held> all();
+  bool taken(const Arena &made) const;  // its name; with the table locked
   hb_arena_info info_of(Arena &arena);
   uint64_t resident(Arena &arena);
   // Devices count memory as a whole: two verbs at once would measure each other.

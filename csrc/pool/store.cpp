@@ -34,6 +34,14 @@ void host_memory(uint64_t *free, uint64_t *total) {
 void *Driver::staging(uint64_t size) { return malloc(size); }
 void Driver::free_staging(void *memory) { free(memory); }
 
+Status Driver::export_memory(uint64_t, uint64_t, hb_shared *) {
+  return Status::error(HB_E_UNAVAILABLE, kind + " memory has no handles for other processes");
+}
+
+Status Driver::import_memory(const hb_shared &, uint64_t *) {
+  return Status::error(HB_E_UNAVAILABLE, kind + " memory has no handles of other processes");
+}
+
 void Driver::abandon(uint64_t address, uint64_t size, uint64_t handle) {
   unmap(address, size, &handle);
   destroy(size, handle);

@@ -253,6 +253,7 @@ Status Pool::release(const std::vector<Choice> &choices, hb_outcome *outcome) {
       return one.tag == arena->tag && (one.any_group || one.group == arena->group);
     });
     if (choice == choices.end() || choice->retention == HB_RETAIN_RESIDENT) continue;
+    if (arena->imported) continue;
     locks.emplace_back(arena->busy);
     if (arena->dropped) continue;
     if (arena->intact) {  // finish the undo that failed, then it is like any other

@@ -55,3 +55,6 @@ HB_SAME(fill, aclrtMemset);
 HB_SAME(info, aclrtGetMemInfo);
 HB_SAME(host_alloc, aclrtMallocHost);
 HB_SAME(host_free, aclrtFreeHost);
+HB_SAME(export_handle, aclrtMemExportToShareableHandle);
+HB_SAME(import_handle, aclrtMemImportFromShareableHandle);
+HB_SAME(allow, aclrtMemSetPidToShareableHandle);

@@ -52,6 +52,13 @@ HB_SAME(release, cuMemRelease);
 HB_SAME(map, cuMemMap);
 HB_SAME(set_access, cuMemSetAccess);
 HB_SAME(unmap, cuMemUnmap);
+static_assert(ours::kAttributeFdHandles ==
+              CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
+static_assert(ours::kHandleFd == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+static_assert(offsetof(ours::AllocationProp, requested_handle_types) ==
+              offsetof(CUmemAllocationProp, requestedHandleTypes));
+HB_SAME(export_handle, cuMemExportToShareableHandle);
+HB_SAME(import_handle, cuMemImportFromShareableHandle);
 HB_SAME(to_host, cuMemcpyDtoH);
 HB_SAME(from_host, cuMemcpyHtoD);
 HB_SAME(fill, cuMemsetD8);

@@ -47,7 +47,7 @@ HB_EXPORT Result cuDeviceGet(Device *found, int ordinal) {
 }
 
 HB_EXPORT Result cuDeviceGetAttribute(int *value, int attribute, Device) {
-  *value = attribute == kAttributeVmm;
+  *value = attribute == kAttributeVmm || attribute == kAttributeFdHandles;
   return device().enter("cuDeviceGetAttribute");
 }
 
@@ -97,9 +97,10 @@ HB_EXPORT Result cuMemAddressFree(Address address, size_t) {
   return kSuccess;
 }
 
-HB_EXPORT Result cuMemCreate(Handle *handle, size_t size, const AllocationProp *,
+HB_EXPORT Result cuMemCreate(Handle *handle, size_t size, const AllocationProp *prop,
                              unsigned long long) {
   HB_ENTER("cuMemCreate");
+  if (prop->requested_handle_types != kHandleFd) return kInvalidValue;
   uint64_t made = 0;
   if (!device().create(size, &made)) return kOutOfMemory;
   *handle = made - 1;  // 0 is a valid handle of the real driver, too
@@ -126,6 +127,26 @@ HB_EXPORT Result cuMemSetAccess(Address address, size_t size, const AccessDesc *
 HB_EXPORT Result cuMemUnmap(Address address, size_t) {
   HB_ENTER("cuMemUnmap");
   return device().unmap(address) ? kSuccess : kInvalidValue;
+}
+
+HB_EXPORT Result cuMemExportToShareableHandle(void *shareable, Handle handle, int type,
+                                              unsigned long long) {
+  HB_ENTER("cuMemExportToShareableHandle");
+  int fd = type == kHandleFd ? device().export_file(handle + 1) : -1;
+  if (fd < 0) return kInvalidValue;
+  *static_cast<int *>(shareable) = fd;
+  return kSuccess;
+}
+
+HB_EXPORT Result cuMemImportFromShareableHandle(Handle *handle, void *shareable, int type) {
+  HB_ENTER("cuMemImportFromShareableHandle");
+  // The driver knows the size itself: here it is the file's.
+  int fd = static_cast<int>(reinterpret_cast<intptr_t>(shareable));
+  off_t size = lseek(fd, 0, SEEK_END);
+  uint64_t made = 0;
+  if (type != kHandleFd || size < 0 || !device().import_file(fd, size, &made)) return kInvalidValue;
+  *handle = made - 1;
+  return kSuccess;
 }
 
 HB_EXPORT Result cuMemcpyDtoH_v2(void *to, Address from, size_t size) {

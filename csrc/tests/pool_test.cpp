@@ -302,3 +302,72 @@ TEST(every_code_has_a_text) {
 }
 
 int main(int argc, char **argv) { return run_tests(argc, argv); }
+
+TEST(memory_of_one_pool_is_seen_by_another_and_outlives_it) {
+  for (const char *driver : {"fake", "cuda:0"}) {
+    hb_arena there = 0, no = 0;
+    Rig importer(driver);
+    {
+      Rig owner(driver);
+      hb_arena arena = owner.filled("bucket", "", 5);
+      Bytes before = owner.read(arena, 0, owner.look(arena).size);
+      hb_shared shared{};
+      CHECK_EQ(hb_arena_export(owner.pool, arena, &shared, &owner.out), HB_OK);
+      CHECK(shared.fd >= 0);
+      CHECK_EQ(shared.nbytes, owner.look(arena).size);
+      CHECK_EQ(hb_arena_import(importer.pool, "theirs", "", &shared, &there, &importer.out), HB_OK);
+      CHECK_EQ(hb_arena_import(importer.pool, "theirs", "", &shared, &no, &importer.out),
+               HB_E_EXISTS);
+      close(shared.fd);
+      CHECK(importer.read(there, 0, before.size()) == before);
+      unsigned char byte = 77, seen = 0;
+      CHECK_EQ(hb_arena_write(importer.pool, there, 9, &byte, 1, &importer.out), HB_OK);
+      CHECK_EQ(hb_arena_read(owner.pool, arena, 9, &seen, 1, &owner.out), HB_OK);
+      CHECK_EQ(seen, 77);
+      CHECK_EQ(importer.look(there).resident, 0);
+      CHECK_EQ(importer.release(HB_RETAIN_DISCARD, "theirs"), HB_OK);
+      CHECK(!importer.look(there).released);
+      CHECK_EQ(hb_arena_export(importer.pool, there, &shared, &importer.out), HB_E_STATE);
+      CHECK_EQ(hb_pool_check(importer.pool, &importer.out), HB_OK);
+      CHECK_EQ(owner.release(HB_RETAIN_DISCARD, "bucket"), HB_OK);
+      CHECK_EQ(hb_arena_export(owner.pool, arena, &shared, &owner.out), HB_E_STATE);
+    }
+    unsigned char seen = 0;
+    CHECK_EQ(hb_arena_read(importer.pool, there, 9, &seen, 1, &importer.out), HB_OK);
+    CHECK_EQ(seen, 77);
+    CHECK_EQ(hb_arena_drop(importer.pool, there, &importer.out), HB_OK);
+    CHECK_EQ(hb_arena_unreserve(importer.pool, there), HB_OK);
+  }
+}
+
+TEST(an_import_that_fails_leaves_nothing) {
+  Rig owner("fake");
+  hb_arena arena = owner.open("bucket", "", 100000);
+  for (const char *function : {"export", "import", "map"}) {
+    Rig importer("fake");
+    hb_shared shared{};
+    hb_arena there = 0;
+    bool exporting = !strcmp(function, "export");
+    CHECK_EQ(hb_fake_fail(exporting ? owner.pool : importer.pool, function, 1, HB_E_DRIVER), HB_OK);
+    int32_t code = hb_arena_export(owner.pool, arena, &shared, &owner.out);
+    CHECK_EQ(code, exporting ? HB_E_DRIVER : HB_OK);
+    if (exporting) continue;
+    CHECK_EQ(hb_arena_import(importer.pool, "t", "", &shared, &there, &importer.out), HB_E_DRIVER);
+    CHECK_EQ(hb_fake_count(importer.pool, "imported"), 0);
+    CHECK_EQ(hb_fake_count(importer.pool, "ranges"), 0);
+    shared.nbytes *= 2;
+    CHECK_EQ(hb_arena_import(importer.pool, "t", "", &shared, &there, &importer.out), HB_E_DRIVER);
+    shared.nbytes -= 1;
+    CHECK_EQ(hb_arena_import(importer.pool, "t", "", &shared, &there, &importer.out), HB_E_INVALID);
+    close(shared.fd);
+    shared = {-1, 0, 0, owner.look(arena).size};
+    CHECK_EQ(hb_arena_import(importer.pool, "t", "", &shared, &there, &importer.out), HB_E_DRIVER);
+    CHECK_EQ(hb_fake_count(importer.pool, "imported"), 0);
+  }
+  for (const char *driver : {"host", "shared:memfd"}) {
+    Rig rig(driver);
+    hb_shared shared{};
+    hb_arena own = rig.open("t", "", 1);
+    CHECK_EQ(hb_arena_export(rig.pool, own, &shared, &rig.out), HB_E_UNAVAILABLE);
+  }
+}
