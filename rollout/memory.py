@@ -203,6 +203,10 @@ class NativeArena(Arena):
         where = (self._pool.number, self.number, _bytes(offset))
         self._pool.check(self._pool.lib.hb_arena_write(*where, data, len(data), outcome), outcome)
 
+    def when_gone(self, call: Callable[[], None]) -> None:
+        """Call this when the last view of it is gone, and its memory with it."""
+        weakref.finalize(self.lease(), call).atexit = False
+
     def forget(self) -> None:
         """It is out of the pool: only views that exist already go on."""
         self._buffer = None
@@ -303,6 +307,12 @@ class NativePool(MemoryPool):
         assert isinstance(arena, NativeArena)
         outcome = Outcome()
         self.check(self.lib.hb_arena_drop(self.number, arena.number, outcome), outcome)
+        with self._lock:
+            self._arenas.pop(arena.number, None)
+        arena.forget()
+
+    def leave(self, arena: NativeArena) -> None:
+        """As :meth:`drop`, but its memory goes when the last view of it does. Idempotent."""
         with self._lock:
             self._arenas.pop(arena.number, None)
         arena.forget()

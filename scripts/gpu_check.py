@@ -1,5 +1,5 @@
 """What gpu_check.sh runs: every CUDA kernel against exact references, the pool and the reference
-engine (gpu_check_pool.py), and times, in one table.
+engine (gpu_check_pool.py), memory that processes share (gpu_check_ipc.py), and times, in one table.
 
 References are torch operations on the host (the fallbacks, which the unit tests hold to the
 definitions). Times are medians over CUDA events around whole calls, launch and waiting included.
@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 
 import torch
+from gpu_check_ipc import CHECKS as IPC
 from gpu_check_pool import CHECKS
 
 from hotbunk.rollout import fallbacks, kernels, native
@@ -249,7 +250,7 @@ def main() -> int:
             check(one.__name__.replace("_", " "), one)
         for one in (time_copy_small, time_copy_cast, time_fingerprint, time_kv):
             check(one.__name__.replace("_", " "), one)
-    for title, call in CHECKS:
+    for title, call in (*CHECKS, *IPC):
         check(title, call)
     width = max(len(r[0]) for r in rows)
     print(f"\n{name}: {time.perf_counter() - began:.0f} s")

@@ -41,13 +41,23 @@ class Channel:
         self._sock = sock
         self._buffer = bytearray()
         self._fds: list[int] = []
+        self.silent = True  # nothing has come yet
+
+    @property
+    def peer_pid(self) -> int:
+        """The process at the other end of a Unix socket, as the kernel knows it."""
+        return self._peer()[0]
 
     @property
     def peer_uid(self) -> int:
-        """The user at the other end of a Unix socket, as the kernel knows it."""
+        """Its user."""
+        return self._peer()[1]
+
+    def _peer(self) -> tuple[int, int, int]:
         size = struct.calcsize("3i")
         credentials = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        return int(struct.unpack("3i", credentials)[1])
+        pid, uid, gid = struct.unpack("3i", credentials)
+        return pid, uid, gid
 
     @property
     def local(self) -> str:
@@ -138,6 +148,7 @@ class Channel:
             raise TransferFailed("the peer sends more descriptors than the protocol has")
         if not data:
             raise TransferFailed("the peer is gone: it closed the connection")
+        self.silent = False
         self._buffer += data
 
     async def _ready(

@@ -220,7 +220,8 @@ class NegotiatedOffer(Offer):
         except TimeoutError:
             log.warning("somebody connected and said nothing for %g s", HELLO_WAIT)
         except TransferFailed as error:
-            log.warning("a stranger was turned away: %s", error)
+            if not channel.silent:  # who only looks whether we live says nothing
+                log.warning("a stranger was turned away: %s", error)
         finally:
             self._strangers -= 1
             if member is None:

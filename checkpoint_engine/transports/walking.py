@@ -22,7 +22,7 @@ from hotbunk.checkpoint_engine.transports.protocol import Accept, Ack, End, Full
 from hotbunk.checkpoint_engine.transports.streams import Plans, Stream, Taker
 from hotbunk.checkpoint_engine.transports.walk import Stopped, Walk
 from hotbunk.rollout.contract import BucketEntry, Manifest
-from hotbunk.rollout.errors import DeadlineExceeded, TransferFailed
+from hotbunk.rollout.errors import DeadlineExceeded, HotbunkError, TransferFailed
 
 log = logging.getLogger(__name__)
 CLOSE_WAIT = 30.0  # seconds to wait for a source that was cut off in the middle of a tensor
@@ -127,7 +127,13 @@ class WalkingOffer(NegotiatedOffer, Generic[L]):
         return [Plans() for _ in range(count)]
 
     def go(self, link: L) -> None:
-        """Its stream is there: tell the ranks what they must know."""
+        """Its stream is there: tell the ranks what they must know.
+
+        :raises HotbunkError: this replica cannot be told.
+        """
+
+    def written(self) -> None:
+        """A bucket's copies were given out; called in the walk's thread. Others read it next."""
 
     def filled(self, link: L, bucket: Packed) -> None:
         """A bucket is complete."""
@@ -234,8 +240,11 @@ class WalkingOffer(NegotiatedOffer, Generic[L]):
             link.party.on_leave(partial(walk.leave, link.taker))
             link.progress = time.monotonic()
             if link.party.alive:
+                try:
+                    self.go(link)
+                except HotbunkError as error:
+                    link.party.leave(error.at(link.where))
                 link.party.moved = True
-                self.go(link)
         leading += [asyncio.ensure_future(self.each([p], self._led)) for p in found]
         self._walking = asyncio.get_running_loop().run_in_executor(None, walk.run, self._source)
         try:
@@ -263,6 +272,7 @@ class WalkingOffer(NegotiatedOffer, Generic[L]):
         entries: tuple[BucketEntry, ...],
     ) -> None:
         """A bucket is packed; called in the walk's thread."""
+        self.written()
         pieces = tuple((e.index, e.start, e.nbytes, e.offset) for e in entries)
         bucket = Packed(number, used, frame(Full(number, used, pieces)))
         loop.call_soon_threadsafe(self._filled, streams[stream], bucket)

@@ -185,7 +185,10 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
 
     with initialize_config_module("hotbunk.configs", version_base="1.3"):
         try:
-            base = OmegaConf.to_container(hydra_compose("train"))
+            # Which options there are depends on the presets that were chosen.
+            presets = [o for o in overrides if o.partition("=")[0].lstrip("+") in GROUPS]
+            _check_overrides(presets, {})
+            base = OmegaConf.to_container(hydra_compose("train", overrides=presets))
             assert isinstance(base, dict)
             _check_overrides(overrides, base)
             made = hydra_compose("train", overrides=list(overrides))

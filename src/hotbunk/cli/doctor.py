@@ -38,6 +38,7 @@ _NEEDS = {
     "naive": ("torch",),
     "collective": ("torch",),
     "disk": ("torch",),
+    "ipc": ("torch",),
     "vllm": ("vllm",),
     "sglang": ("sglang",),
     "trtllm": ("tensorrt_llm",),
@@ -92,6 +93,10 @@ def _drivers() -> list[Finding]:
         _driver("cuda", cuda, "a machine with an NVIDIA GPU and its driver"),
         _driver("acl", acl, "a machine with an Ascend NPU and CANN"),
     ]
+
+
+def _devices() -> list[str]:
+    return [one.name for one in _drivers()[-2:] if one.usable]
 
 
 def _host_drivers() -> list[Finding]:
@@ -185,6 +190,18 @@ def _plugins(kind: str, group: str) -> list[Finding]:
             found.append(
                 Finding(kind, point.name, False, f"{', '.join(absent)} not installed", remedy)
             )
+        elif point.name == "ipc" and not (devices := _devices()):
+            found.append(
+                Finding(
+                    kind,
+                    point.name,
+                    False,
+                    "no device here has memory to share; device=fake is simulated",
+                    "a machine with an NVIDIA GPU or an Ascend NPU, or transport=shm",
+                )
+            )
+        elif point.name == "ipc":
+            found.append(Finding(kind, point.name, True, f"{point.value} ({', '.join(devices)})"))
         elif not _installed(point.module):
             why = f"its entry point names {point.module}, which is not there"
             found.append(

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from hotbunk.checkpoint_engine.source import WeightSource, state_dict_source
-from hotbunk.checkpoint_engine.transports.base import Offer
+from hotbunk.checkpoint_engine.transports.base import Offer, Transport
+from hotbunk.checkpoint_engine.transports.ipc import IpcTransport
 from hotbunk.checkpoint_engine.transports.shm import ShmTransport
 from hotbunk.rollout.contract import FULL, Manifest, Scope, Ticket, Version
 from hotbunk.rollout.fingerprint import KIND
@@ -103,6 +104,23 @@ async def transport(tmp_path: Path) -> AsyncIterator[ShmTransport]:
     assert list(home.iterdir()) == []
 
 
+@pytest.fixture
+async def device(tmp_path: Path) -> AsyncIterator[IpcTransport]:
+    """A transport over the fake device (simulated); nothing of it may be left, there or here."""
+    home = tmp_path / "device"
+    home.mkdir()
+    one = IpcTransport("fake", stall=1.5, directory=home)
+    pool = one.pool
+    yield one
+    assert {what: pool.count(what) for what in DEVICE} == dict.fromkeys(DEVICE, 0)
+    assert one.ledger.live == 0
+    await one.close()
+    assert list(home.iterdir()) == []
+
+
+DEVICE = ("memory", "maps", "ranges", "imported", "bytes")  # what is alive of it
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No descriptor, no process, no name in /dev/shm."""
@@ -132,7 +150,7 @@ def _left(here: psutil.Process) -> dict[str, str]:
             continue
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     found |= {
-        f"map {line}": line for line in maps if "hotbunk-shm" in line or "memfd:arena" in line
+        f"map {line}": line for line in maps if "memfd:hotbunk" in line or "memfd:arena" in line
     }
     return found
 
@@ -158,7 +176,7 @@ class Shm:
 
     @staticmethod
     async def offer(
-        transport: ShmTransport,
+        transport: Transport,
         named: Named | WeightSource,
         bucket_bytes: int = 4096,
         *,

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from hotbunk.checkpoint_engine.transports.ipc.devices import received, receiver_pool
 from hotbunk.rollout.contract import (
     ITEMSIZE,
     ArenaHandle,
@@ -43,7 +44,13 @@ class Receiver:
             self.layout = msgspec.convert(told["layout"], ReceiverLayout)
         self.fd = -1
         self.arena: mmap.mmap | None = None
-        if told.get("arena"):
+        self.device: Any = None  # an arena in memory of the fake device
+        if told.get("device_arena"):
+            pool = receiver_pool("fake", "")
+            self.device = pool.arena("weights", told["arena"])
+            self.device.add("all", told["arena"])
+            self.device.write(0, b"\xee" * told["arena"])
+        elif told.get("arena"):
             self.fd = os.memfd_create("arena")
             os.ftruncate(self.fd, told["arena"])
             self.arena = mmap.mmap(self.fd, told["arena"])
@@ -79,7 +86,13 @@ class Receiver:
         handle = None
         if self.arena is not None:
             handle = ArenaHandle("file", self.told.get("claims", len(self.arena)), self.fd)
+        shared = None
+        if self.device is not None:
+            shared = self.device.export()
+            handle = ArenaHandle("fake", shared.nbytes, shared.fd)
         in_place = await transfer.accept(self.layout, handle)
+        if shared is not None:
+            os.close(shared.fd)
         sizes = self.sizes(manifest)
         content = [bytearray(n) for n in sizes]
         intake = Intake(manifest, sizes)
@@ -143,9 +156,12 @@ class Receiver:
             for name in spec.names:
                 got[name] = bytes(data)
                 if in_place and self.layout is not None and name in self.layout.tensors:
-                    assert self.arena is not None
                     at = self.layout.tensors[name].offset
-                    got[name] = self.arena[at : at + len(data)]
+                    if self.device is not None:
+                        got[name] = self.device.read(at, len(data))
+                    else:
+                        assert self.arena is not None
+                        got[name] = self.arena[at : at + len(data)]
         return got
 
 
@@ -158,6 +174,8 @@ async def main(told: dict[str, Any]) -> dict[str, Any]:
     receiver = Receiver(told)
     ticket = msgspec.convert(told["ticket"], Ticket)
     await asyncio.sleep(told.get("late", 0))
+    for function, nth in told.get("device_fails", {}).items():
+        receiver_pool("fake", "").fail(function, nth)
     before = open_files()
     began = time.monotonic()
     try:
@@ -171,6 +189,12 @@ async def main(told: dict[str, Any]) -> dict[str, Any]:
         }
     said["seconds"] = time.monotonic() - began
     said["leaked"] = open_files() - before
+    if receiver.device is not None:
+        receiver_pool("fake", "").drop(receiver.device)
+        receiver.device = None
+    said["ledger"] = [received.imports, received.closes]
+    if told.get("device"):
+        said["live"] = [receiver_pool("fake", "").count(n) for n in ("imported", "maps", "ranges")]
     said["torch"] = "torch" in sys.modules
     return said
 

@@ -19,6 +19,7 @@ import torch
 
 from hotbunk.checkpoint_engine.transports import unix
 from hotbunk.checkpoint_engine.transports.channel import Channel
+from hotbunk.checkpoint_engine.transports.mapped import Way
 from hotbunk.checkpoint_engine.transports.protocol import (
     HELLO_BYTES,
     Abort,
@@ -37,7 +38,6 @@ from hotbunk.checkpoint_engine.transports.protocol import (
     packed,
 )
 from hotbunk.checkpoint_engine.transports.shm import ShmTransport
-from hotbunk.checkpoint_engine.transports.shm.protocol import Way
 from hotbunk.rollout.contract import (
     FULL,
     Manifest,
