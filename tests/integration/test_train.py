@@ -194,6 +194,10 @@ BAD = {
         ["rollout.options.block_sise=4"],
         "did you mean 'rollout.options.block_size'",
     ),
+    "transport option": (
+        ["transport=ipc", "transport.options.devise=fake"],
+        "did you mean 'transport.options.device'",
+    ),
     "value": (["steps=many"], "Expected `int`, got `str` - at `$.steps`"),
     "form": (["steps"], "'steps' is not of the form key=value"),
     "model": (["model=no/such/model"], "no/such/model"),
