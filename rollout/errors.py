@@ -17,6 +17,7 @@
     │   └── ReplicaLost                     the engine hung or died; only a restart heals
     ├── MemoryFault                         the device and the promise disagree
     │   ├── ReleaseIncomplete               less came back than was promised
+    │   ├── ReleaseUndone                   some ranks could not: all is mapped, some content gone
     │   ├── ResumeOutOfMemory               the device cannot hold what should return
     │   └── HostOutOfMemory                 no room for a backup
     ├── UpdateRefused                       an update stopped before its first byte
@@ -218,6 +219,20 @@ class ReleaseIncomplete(MemoryFault):
         super().__init__(
             f"release promised {expected} bytes and {measured} came back",
             remedy=kw.pop("remedy", "something still holds the memory; see the residual report"),
+            **kw,
+        )
+
+
+class ReleaseUndone(MemoryFault):
+    """A rank could not release; the others had discarded, and have mapped their memory again.
+
+    Nothing is released anywhere, and what was to be discarded has no content: a full update heals.
+    """
+
+    def __init__(self, why: object, **kw: Any) -> None:
+        super().__init__(
+            f"a release was undone: {why}; what other ranks had discarded is gone",
+            remedy=kw.pop("remedy", "sync the weights in full"),
             **kw,
         )
 

@@ -556,6 +556,10 @@ class Replica:
         except errors.ReleaseIncomplete:
             self._residency.released(tags, retention)  # the content is gone, if not every byte
             raise
+        except errors.ReleaseUndone:
+            self._residency.released(tags, retention)
+            self._residency.resumed(tags)
+            raise
         self._residency.released(tags, retention)
         return report
 

@@ -43,6 +43,7 @@ from hotbunk.rollout.errors import (
     EngineFailed,
     HotbunkError,
     ReleaseIncomplete,
+    ReleaseUndone,
     ReplicaLost,
     SessionError,
     shown,
@@ -132,7 +133,10 @@ class RankedEngine(Engine):
             for tag in reversed(back):
                 await rank.call("release", msgspec.structs.replace(self._away[tag], tags=[tag]))
 
-        report = await self._memory("resume", verbs.Tags([*wanted]), undo)
+        try:
+            report = await self._memory("resume", verbs.Tags([*wanted]), undo)
+        except _Undone as undone:
+            raise undone.error from None
         for tag in back:
             del self._away[tag]
         return report
@@ -148,15 +152,16 @@ class RankedEngine(Engine):
         overrides: Mapping[str, Retention] | None = None,
         keep_kv: bool = False,
     ) -> MemoryReport:
-        """In all ranks or in none, as far as what was given away can come back."""
+        """In all ranks or in none.
+
+        :raises ReleaseUndone: one could not, and what others had discarded cannot come back.
+        """
         wanted = parse_tags(tags)
         args = verbs.EngineRelease([*wanted], retention, overrides, keep_kv)
         here = [tag for tag in wanted if tag not in self._away]
         keeps = {retention, *(overrides or {}).values()} <= {Retention.BACKUP, Retention.RESIDENT}
 
         async def undo(rank: Rank) -> None:
-            if Tag.WEIGHTS in here and not keeps:
-                raise EngineFailed("what it discarded cannot come back")
             await rank.call("resume", verbs.Tags([*here]))
 
         try:
@@ -164,6 +169,10 @@ class RankedEngine(Engine):
         except ReleaseIncomplete:
             self._went(here, args)
             raise
+        except _Undone as undone:
+            if Tag.WEIGHTS in here and not keeps:
+                raise ReleaseUndone(undone.error) from undone.error
+            raise undone.error from None
         self._went(here, args)
         return report
 
@@ -176,6 +185,7 @@ class RankedEngine(Engine):
     async def _memory(self, verb: str, args: Any, undo: Any) -> MemoryReport:
         """A memory verb of all ranks. Where one fails and others did not, theirs is undone.
 
+        :raises _Undone: with what the one met, if anything had to be undone.
         :raises EngineFailed: it cannot be undone: what is mapped differs from rank to rank.
         """
         results = await self._results(verb, args)
@@ -183,20 +193,24 @@ class RankedEngine(Engine):
         if not failed:
             return union.memory(results)
         number, error = _worst(failed)
-        if isinstance(error, ReplicaLost) or all(
-            isinstance(e, ReleaseIncomplete) for e in failed.values()
-        ):
-            raise _at(number, error)  # what was given away is gone, if not every byte
-        for other, rank in enumerate(self._ranks):
-            if other in failed:
-                continue
+        if isinstance(error, ReplicaLost):
+            raise _at(number, error)
+        # These have released, if not every byte.
+        short = {n: e for n, e in failed.items() if isinstance(e, ReleaseIncomplete)}
+        if len(short) == len(failed):
+            raise _at(number, error)
+        number, error = _worst({n: e for n, e in failed.items() if n not in short})
+        done = [n for n in range(len(self._ranks)) if n not in failed or n in short]
+        for other in done:
             try:
-                await undo(rank)
+                await undo(self._ranks[other])
             except HotbunkError as stuck:
                 raise EngineFailed(
                     f"{verb} failed in rank {number} ({error}), and rank {other} cannot be led "
                     f"back: {stuck}"
                 ) from stuck
+        if done and isinstance(error, HotbunkError) and not isinstance(error, EngineFailed):
+            raise _Undone(error.at(f"rank {number}"))
         raise _at(number, error)
 
     # -- weights ------------------------------------------------------------------------------
@@ -292,6 +306,14 @@ class RankedEngine(Engine):
         if failed:
             raise _at(*_worst(failed))
         return results
+
+
+class _Undone(Exception):
+    """What a rank met, when the others have been led back."""
+
+    def __init__(self, error: HotbunkError) -> None:
+        self.error = error
+        super().__init__(str(error))
 
 
 def _worst(failed: Mapping[int, BaseException]) -> tuple[int, BaseException]:

@@ -246,6 +246,44 @@ async def test_a_backup_without_room_in_one_rank_is_undone_in_the_others() -> No
         assert (await ask(replica, "a")).token_ids
 
 
+@pytest.mark.parametrize("which", [0, 2])
+async def test_a_discard_that_one_rank_refuses_leaves_all_mapped_and_empty(which: int) -> None:
+    """What others discarded cannot come back; nobody is lost, nobody serves, a full update heals."""
+    plan = FaultPlan()
+    async with ranked(3, faults={which: plan}) as (replica, ranks):
+        await update(replica, 1, 3)
+        resident = [r.engine.device.resident() for r in ranks]
+        plan.raises("release/unmap", errors.RequestsInFlight(("x",), "release", 1.0))
+        with pytest.raises(errors.ReleaseUndone, match=f"rank {which}") as caught:
+            await replica.sleep(2)
+        assert isinstance(caught.value.__cause__, errors.RequestsInFlight)
+        assert [r.engine.device.resident() for r in ranks] == resident
+        status = await replica.status()
+        assert (replica.health, status.is_sleeping, status.versions) == (Health.OK, False, {})
+        assert set(status.groups.values()) == {"EMPTY"}
+        with pytest.raises(errors.WeightsNotLoaded):
+            await ask(replica, "a")
+        await replica.check_invariants()
+        assert not (await update(replica, 1, 3)).skipped
+        assert {s.version for s in (await ask(replica, "b")).spans} == {Version(0, 1)}
+        # With backups the same refusal changes nothing at all.
+        plan.raises("release/unmap", errors.RequestsInFlight(("x",), "release", 1.0))
+        with pytest.raises(errors.RequestsInFlight, match=f"rank {which}"):
+            await replica.sleep(1)
+        assert (await ask(replica, "c")).token_ids
+        await replica.sleep(2)
+        assert {r.engine.device.resident() for r in ranks} == {0}
+
+
+async def test_a_rank_that_crashes_in_a_release_makes_the_replica_lost() -> None:
+    plan = FaultPlan()
+    async with ranked(3, faults={1: plan}) as (replica, _):
+        plan.raises("release/unmap", RuntimeError("the driver crashed"))
+        with pytest.raises(errors.EngineFailed, match=r"rank 1.*the driver crashed"):
+            await replica.release(retention=Retention.DISCARD)
+        assert replica.health is Health.LOST
+
+
 async def test_requests_go_to_the_rank_with_fewest() -> None:
     async with ranked(3) as (replica, ranks):
         tasks = [ask(replica, f"a{n}", 400) for n in range(6)]
