@@ -13,9 +13,11 @@ casts happen where it is read, after the bytes read were checked against the tra
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -308,6 +310,7 @@ class DiskTransport(Transport):
         ranks: Sequence[int] = (1,),
         deadline: float = 600.0,
     ) -> Offer:
+        await asyncio.to_thread(import_module, "hotbunk.checkpoint_engine.bucket")  # a while, once
         from hotbunk.checkpoint_engine.bucket import check_bucket_bytes
 
         check_bucket_bytes(manifest.bucket_bytes)
@@ -358,7 +361,8 @@ class DiskTransport(Transport):
 
         writing = Writing(self.root, manifest, self._shard_bytes)
         try:
-            raw = bytearray(bucket_size(manifest.bucket_bytes, manifest.tensors, None))
+            # Zeroed page by page: a bytearray holds every thread up while it is.
+            raw = mmap.mmap(-1, bucket_size(manifest.bucket_bytes, manifest.tensors, None))
             packer = Packer(
                 manifest.tensors,
                 source.tensors(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator, Mapping
 
 from hotbunk.checkpoint_engine.published import OpenSet
@@ -89,7 +90,7 @@ class SetReader:
         return max(min(wanted, whole), SMALLEST)
 
     def _run(self) -> Iterator[Bucket]:
-        view = memoryview(bytearray(self._room))
+        view = memoryview(mmap.mmap(-1, self._room))  # zeroed page by page; see DiskTransport.write
         table: list[BucketEntry] = []
         used = 0
         for index, dtype in self._wanted.items():

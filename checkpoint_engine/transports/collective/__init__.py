@@ -73,6 +73,7 @@ class CollectiveTransport(Transport):
         ranks: Sequence[int] = (1,),
         deadline: float = 600.0,
     ) -> Offer:
+        await asyncio.to_thread(import_module, f"{__name__}.sender")  # it takes a while, once
         from hotbunk.checkpoint_engine.transports.collective.sender import CollectiveOffer
 
         return CollectiveOffer(

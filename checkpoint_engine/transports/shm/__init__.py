@@ -10,7 +10,9 @@ The receiving side imports no torch.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +54,7 @@ class ShmTransport(Transport):
         ranks: Sequence[int] = (1,),
         deadline: float = 600.0,
     ) -> Offer:
+        await asyncio.to_thread(import_module, f"{__name__}.sender")  # it takes a while, once
         from hotbunk.checkpoint_engine.transports.shm.sender import Sender, ShmOffer
 
         if self._open is not None and not self._open.closed:
