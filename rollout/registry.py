@@ -35,6 +35,8 @@ _EXTRAS = {
 
 # Registered in this process, and found before what is installed.
 _registered: dict[tuple[str, str], EntryPoint] = {}
+# Of what is installed, what was asked for: looking reads the metadata of every package there is.
+_found: dict[tuple[str, str], EntryPoint] = {}
 
 
 class TransportFactory(Protocol):
@@ -64,9 +66,12 @@ def find(group: str, name: str) -> EntryPoint:
     """The entry point. :raises BackendNotFound: none of that name, with the closest one."""
     if (group, name) in _registered:
         return _registered[group, name]
+    if (group, name) in _found:
+        return _found[group, name]
     kind = group.rsplit(".", 1)[1].rstrip("s")
     for point in entry_points(group=group):
         if point.name == name:
+            _found[group, name] = point
             return point
     known = names(group)
     raise BackendNotFound(

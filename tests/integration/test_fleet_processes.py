@@ -216,16 +216,16 @@ async def test_two_tensor_parallel_ranks_take_their_slices_from_one_sender(begin
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 44 MB: what blocks a loop for a moment with a tiny one is seen with this."""
+    """A model of 32 MB: what blocks a loop for a moment with a tiny one is seen with this."""
     path = tmp_path_factory.mktemp("large") / "model"
-    build_tiny(path, family="llama", seed=0, hidden=768, layers=2, context=64)
+    build_tiny(path, family="llama", seed=0, hidden=768, layers=1, context=64)
     return path
 
 
 async def test_the_event_loop_is_never_starved_during_a_sync_h11(
     large: Path, tmp_path: Path, kit: Any
 ) -> None:
-    """A task that wants to run every 5 ms waits less than 25 ms, over every transport.
+    """A task that wants to run every 5 ms waits less than 25 ms, over shm and disk.
 
     What blocks does so in each sync; what the machine does to us it does in some.
     """
@@ -241,7 +241,7 @@ async def test_the_event_loop_is_never_starved_during_a_sync_h11(
 
     step, worst = 0, {}
     try:
-        for kind in ("shm", "disk", "collective"):
+        for kind in ("shm", "disk"):
             options = {"root": tmp_path / "sets"} if kind == "disk" else {}
             transport = load_transport(kind)(**options)
             manager = CheckpointEngineManager(
@@ -249,7 +249,7 @@ async def test_the_event_loop_is_never_starved_during_a_sync_h11(
             )
             longest = []
             watching = asyncio.create_task(watchdog())
-            for _ in range(4):
+            for _ in range(3):
                 step += 1
                 waits.clear()
                 assert (await manager.update_weights(source, Version(0, step))).ok
