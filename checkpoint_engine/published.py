@@ -31,7 +31,7 @@ from hotbunk.checkpoint_engine.safetensors_header import (
     read_header,
 )
 from hotbunk.rollout.contract import ITEMSIZE, Manifest, Scope, ScopeKind, TensorSpec, Version
-from hotbunk.rollout.errors import ConfigError, TransferFailed
+from hotbunk.rollout.errors import ConfigError, TransferFailed, VerifyFailed
 
 FORMAT = 1
 RECORD = "hotbunk.json"
@@ -42,12 +42,18 @@ _SET = re.compile(r"(full|partial|delta|adapter\.[0-9a-f]{16})-(\d+)\.(\d+)-(\d+
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What a set says of itself. ``files[i]`` holds the i-th tensor of the manifest."""
+    """What a set says of itself. ``files[i]`` holds the i-th tensor of the manifest.
+
+    ``blocks[i]``: fingerprints of its blocks of ``block_bytes``, each at its place, for readers of
+    parts; nothing where the set is not verified.
+    """
 
     manifest: Manifest
     fingerprints: Mapping[str, int]
     files: tuple[str, ...]
     format: int = FORMAT
+    blocks: tuple[tuple[int, ...], ...] = ()
+    block_bytes: int = 0
 
 
 class SetName(msgspec.Struct, frozen=True, order=True):
@@ -192,6 +198,18 @@ class OpenSet:
         except OSError as error:
             raise TransferFailed(f"{self.name!r}: {error.strerror or error}") from error
 
+    def blocks(self, index: int) -> tuple[tuple[int, ...], int]:
+        """Fingerprints of a tensor's blocks, and bytes of one. A set without them is one block.
+
+        :raises VerifyFailed: the set has no fingerprint of it.
+        """
+        spec, record = self.manifest.tensors[index], self.record
+        if record.blocks:
+            return record.blocks[index], record.block_bytes
+        if spec.name not in record.fingerprints:
+            raise VerifyFailed({spec.name}, where=f"set {self.name}")
+        return (record.fingerprints[spec.name],), max(spec.nbytes, 1)
+
     def close(self) -> None:
         """Let go of it. Idempotent."""
         while self._fds:
@@ -232,6 +250,10 @@ class OpenSet:
                 raise TransferFailed(f"the record of set {self.name!r}: {error}") from error
         if record.format != FORMAT or len(record.files) != len(record.manifest.tensors):
             raise TransferFailed(f"the record of set {self.name!r} is of another kind")
+        if record.blocks and [len(sums) for sums in record.blocks] != [
+            -(-spec.nbytes // max(record.block_bytes, 1)) for spec in record.manifest.tensors
+        ]:
+            raise TransferFailed(f"the record of set {self.name!r} has other blocks than tensors")
         if len({spec.name for spec in record.manifest.tensors}) != len(record.files):
             raise TransferFailed(f"the record of set {self.name!r} has a name twice")
         return record

@@ -73,7 +73,9 @@ class Writing:
         except OSError as error:
             raise _failed(self._home, error) from error
 
-    def publish(self, fingerprints: Mapping[str, int]) -> OpenSet:
+    def publish(
+        self, fingerprints: Mapping[str, int], blocks: Sequence[Sequence[int]] = (), block: int = 0
+    ) -> OpenSet:
         """Everything is written: make it visible, at once and for good. It is the caller's to close."""
         files = [""] * len(self.manifest.tensors)
         for name, indices in zip(self._names, self._shards, strict=True):
@@ -86,7 +88,13 @@ class Writing:
             "metadata": {"total_size": self.manifest.total_bytes},
             "weight_map": weight_map,
         }
-        record = Record(self.manifest, fingerprints, tuple(files))
+        record = Record(
+            self.manifest,
+            fingerprints,
+            tuple(files),
+            blocks=tuple(map(tuple, blocks)),
+            block_bytes=block,
+        )
         try:
             for fd in self._fds:
                 os.fsync(fd)

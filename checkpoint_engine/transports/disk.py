@@ -358,23 +358,25 @@ class DiskTransport(Transport):
         import torch
 
         from hotbunk.checkpoint_engine.bucket import Packer, bucket_size
+        from hotbunk.checkpoint_engine.transports.block_sums import BLOCK, BlockSums
 
         writing = Writing(self.root, manifest, self._shard_bytes)
         try:
             # Zeroed page by page: a bytearray holds every thread up while it is.
             raw = mmap.mmap(-1, bucket_size(manifest.bucket_bytes, manifest.tensors, None))
-            packer = Packer(
-                manifest.tensors,
-                source.tensors(),
-                torch.frombuffer(raw, dtype=torch.uint8),
-                fingerprints=manifest.fingerprint != "none",
-            )
+            buffer = torch.frombuffer(raw, dtype=torch.uint8)
+            packer = Packer(manifest.tensors, source.tensors(), buffer)
+            sums = BlockSums(manifest.tensors) if manifest.fingerprint != "none" else None
             view = memoryview(raw)
             while (bucket := packer.next()) is not None:
                 for entry in bucket.entries:
                     piece = view[entry.offset : entry.offset + entry.nbytes]
                     writing.write(entry.index, entry.start, piece)
-            return writing.publish(packer.fingerprints)
+                if sums is not None:
+                    sums.add(buffer, bucket.entries)
+            if sums is None:
+                return writing.publish({})
+            return writing.publish(sums.whole(), sums.blocks, BLOCK)
         finally:
             writing.discard()
 

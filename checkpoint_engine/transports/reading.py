@@ -2,54 +2,50 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
+from hotbunk.checkpoint_engine import layout as wanted
+from hotbunk.checkpoint_engine.layout import Want
 from hotbunk.checkpoint_engine.published import OpenSet
-from hotbunk.rollout.contract import (
-    ITEMSIZE,
-    Bucket,
-    BucketEntry,
-    ReceiverLayout,
-    TensorSpec,
-)
-from hotbunk.rollout.errors import SessionError, ShapeMismatch, TransferFailed, VerifyFailed
-from hotbunk.rollout.intake import FLOATS
+from hotbunk.checkpoint_engine.transports.slicing import Checked, Part, Read
+from hotbunk.rollout.contract import ITEMSIZE, Bucket, ReceiverLayout
+from hotbunk.rollout.errors import SessionError, TransferFailed, VerifyFailed
 
-ALIGN = 64  # bytes; where a piece may start in a bucket
-SMALLEST = 64  # bytes; below this no element is sure to fit
+if TYPE_CHECKING:
+    import torch
+
 LARGEST = 1 << 40  # bytes; a bucket size above this is a broken record
 _CHUNK = 1 << 20  # bytes read at a time where they must be cast
 
 
 class SetReader:
-    """One walk over an open set. Runs in a thread; torch is needed only for casts.
+    """One walk over an open set. Runs in a thread; torch is needed only for casts and parts.
 
-    :param layout: which tensors the receiver wants, and as what; None: all, as they are. Slices
-        are refused: a part cannot be checked against the fingerprint of the whole.
+    Of a tensor that the receiver wants only a part of, only that part is read: exactly, or, where
+    it is verified, the blocks that it lies in.
+
+    :param layout: which tensors the receiver wants, and as what; None: all, as they are.
     :raises ShapeMismatch: it wants something that cannot be made of what is there.
     """
 
     def __init__(self, held: OpenSet, layout: ReceiverLayout | None) -> None:
         manifest = held.manifest
-        if not SMALLEST <= manifest.bucket_bytes <= LARGEST:
+        if not wanted.SMALLEST <= manifest.bucket_bytes <= LARGEST:
             raise TransferFailed(f"buckets of {manifest.bucket_bytes} bytes")
         self.number = 0
         self.ended = False
         self._held = held
         self._specs = manifest.tensors
-        # Tensors to hand out, by their place in the manifest, and the element type of each.
-        self._wanted = {
-            index: dtype
-            for index, spec in enumerate(self._specs)
-            if (dtype := _wanted(spec, layout)) is not None
-        }
-        self._room = self._bucket_size(manifest.bucket_bytes)
+        self._want = {one.spec: one for one in wanted.wants(self._specs, layout)}
+        self._room = wanted.room(manifest.bucket_bytes, tuple(self._want.values()))
         self._buckets: Iterator[Bucket] | None = None
         self._verify = manifest.fingerprint != "none"
-        self._read: dict[str, int] = {}  # of what is cast: as read, and as handed out
-        self._cast: dict[str, int] = {}
+        self._read: dict[str, int] = {}  # of what is cast whole: as read
+        self._made: dict[str, int] = {}  # of what is cast, or a part: as handed out
+        self._open: tuple[int, Read] | None = None
 
     def start(self) -> None:
         """:raises SessionError: the buckets were taken before."""
@@ -58,7 +54,10 @@ class SetReader:
         self._buckets = self._run()
 
     def next(self) -> Bucket | None:
-        """The next bucket, or None at the end. Overwrites the last one."""
+        """The next bucket, or None at the end. Overwrites the last one.
+
+        :raises VerifyFailed: a part of a tensor is not what the trainer published.
+        """
         assert self._buckets is not None
         bucket = next(self._buckets, None)
         if bucket is None:
@@ -75,85 +74,78 @@ class SetReader:
         if not self._verify:
             return {}
         said = self._held.record.fingerprints
-        names = {self._specs[index].name for index in self._wanted}
+        names = {self._specs[index].name for index in self._want}
         absent = names - said.keys()
         wrong = {name for name, found in self._read.items() if found != said.get(name)}
         if absent or wrong:
             raise VerifyFailed(absent | wrong, where=f"set {self._held.name}")
-        return {name: self._cast.get(name, said[name]) for name in names}
-
-    def _bucket_size(self, wanted: int) -> int:
-        whole = 0
-        for index, dtype in self._wanted.items():
-            nbytes = math.prod(self._specs[index].shape) * ITEMSIZE[dtype]
-            whole = -(-whole // ALIGN) * ALIGN + nbytes
-        return max(min(wanted, whole), SMALLEST)
+        return {name: self._made.get(name, said[name]) for name in names}
 
     def _run(self) -> Iterator[Bucket]:
         view = memoryview(mmap.mmap(-1, self._room))  # zeroed page by page; see DiskTransport.write
-        table: list[BucketEntry] = []
-        used = 0
-        for index, dtype in self._wanted.items():
-            element, start = ITEMSIZE[dtype], 0
-            size = math.prod(self._specs[index].shape) * element
-            while True:
-                offset = -(-used // ALIGN) * ALIGN
-                count = min(size - start, (self._room - offset) // element * element)
-                if count > 0 or (size == 0 and offset <= self._room):
-                    self._fill(index, start, view[offset : offset + count])
-                    table.append(BucketEntry(index, start, count, offset))
-                    used, start = offset + count, start + count
-                if start == size:
-                    break
-                yield Bucket(view[:used], tuple(table))
-                table, used = [], 0
-        if table:
-            yield Bucket(view[:used], tuple(table))
+        for table in wanted.cut(tuple(self._want.values()), self._room):
+            used = 0
+            for entry in table:
+                used = entry.offset + entry.nbytes
+                self._fill(self._want[entry.index], entry.start, view[entry.offset : used])
+            yield Bucket(view[:used], table)
 
-    def _fill(self, index: int, start: int, into: memoryview) -> None:
-        spec, dtype = self._specs[index], self._wanted[index]
-        if spec.dtype == dtype:
-            self._held.read(index, start, into)
-        else:
-            self._fill_cast(index, start, into)
+    def _fill(self, want: Want, start: int, into: memoryview) -> None:
+        """Bytes of what is wanted of a tensor, from ``start``."""
+        spec = self._specs[want.spec]
+        if self._open is None or self._open[0] != want.spec:
+            self._open = (want.spec, self._reader(want))
+        if spec.dtype != want.dtype:
+            self._fill_cast(want, start, into)
+            return
+        self._open[1](start, into)
+        if want.slices and self._verify:
+            import torch
 
-    def _fill_cast(self, index: int, start: int, into: memoryview) -> None:
+            data = torch.frombuffer(into, dtype=torch.uint8) if into else torch.empty(0)
+            self._add(self._made, spec.name, data, start)
+
+    def _reader(self, want: Want) -> Read:
+        tensor: Read = partial(self._held.read, want.spec)
+        if not want.slices:
+            return tensor
+        spec = self._specs[want.spec]
+        if self._verify:
+            sums, block = self._held.blocks(want.spec)
+            tensor = Checked(spec, tensor, sums, block, f"set {self._held.name}").read
+        return Part(spec, want.slices).reader(tensor)
+
+    def _fill_cast(self, want: Want, start: int, into: memoryview) -> None:
         import torch
 
         from hotbunk.rollout.binding import dtype_from
-        from hotbunk.rollout.fingerprint import MASK
-        from hotbunk.rollout.kernels import copy_many, fingerprint
+        from hotbunk.rollout.kernels import copy_many
 
-        spec, dtype = self._specs[index], self._wanted[index]
-        name, have, want = spec.name, ITEMSIZE[spec.dtype], ITEMSIZE[dtype]
-        self._read.setdefault(name, 0)
-        self._cast.setdefault(name, 0)
-        staging = memoryview(bytearray(min(_CHUNK, len(into) // want * have)))
+        assert self._open is not None
+        spec, dtype = self._specs[want.spec], want.dtype
+        have, made = ITEMSIZE[spec.dtype], ITEMSIZE[dtype]
+        if self._verify:
+            self._made.setdefault(spec.name, 0)
+        staging = memoryview(bytearray(min(_CHUNK, len(into) // made * have)))
         done = 0  # bytes of ``into``
         while done < len(into):
-            elements = min(len(staging) // have, (len(into) - done) // want)
+            elements = min(len(staging) // have, (len(into) - done) // made)
             raw = staging[: elements * have]
-            at = (start + done) // want * have
-            self._held.read(index, at, raw)
+            at = (start + done) // made * have
+            self._open[1](at, raw)
             source = torch.frombuffer(raw, dtype=dtype_from(spec.dtype))
-            piece = into[done : done + elements * want]
+            piece = into[done : done + elements * made]
             target = torch.frombuffer(piece, dtype=dtype_from(dtype))
             copy_many([(target, source)])
             if self._verify:
-                self._read[name] = (self._read[name] + fingerprint(source, at)) & MASK
-                self._cast[name] = (self._cast[name] + fingerprint(target, start + done)) & MASK
+                if not want.slices:  # of a part, its blocks were checked
+                    self._add(self._read, spec.name, source, at)
+                self._add(self._made, spec.name, target, start + done)
             done += len(piece)
 
+    @staticmethod
+    def _add(sums: dict[str, int], name: str, data: torch.Tensor, start: int) -> None:
+        from hotbunk.rollout.fingerprint import MASK
+        from hotbunk.rollout.kernels import fingerprint
 
-def _wanted(spec: TensorSpec, layout: ReceiverLayout | None) -> str | None:
-    """The element type a tensor is handed out as; None: nobody wants it."""
-    if layout is None:
-        return spec.dtype
-    places = [layout.tensors[name] for name in spec.names if name in layout.tensors]
-    for place in places:
-        cast = {place.dtype, spec.dtype} <= FLOATS
-        if place.shape != spec.shape or (place.dtype != spec.dtype and not cast):
-            raise ShapeMismatch(
-                spec.name, f"{place.dtype}{list(place.shape)}", f"{spec.dtype}{list(spec.shape)}"
-            )
-    return places[0].dtype if places else None
+        sums[name] = (sums.get(name, 0) + fingerprint(data, start)) & MASK
