@@ -30,6 +30,8 @@ _EXTRAS = {
     "ray": "ray",
     "nixl": "nixl",
     "mooncake": "mooncake",
+    "httpx": "http",
+    "tenacity": "http",
 }
 
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from hotbunk import __version__
 from hotbunk.rollout.errors import HotbunkError
@@ -24,6 +25,7 @@ from hotbunk.rollout.server.plane import (
 )
 from hotbunk.rollout.server.problems import RETRY_SECONDS, problem
 from hotbunk.rollout.server.settings import Settings
+from hotbunk.rollout.server.streams import LEFT
 from hotbunk.rollout.server.text import Texts, Tokenizer
 
 ABOUT = """A rollout engine behind the hotbunk contract: pauses with owners, sleep and wake,
@@ -57,6 +59,7 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HotbunkError, _failed)
     app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(ClientDisconnect, lambda request, error: Response(status_code=LEFT))
 
     app.add_middleware(BodyLimit, most=settings.max_body_bytes)
     app.add_middleware(Signed, name=BOOT_HEADER, value=plane.boot)

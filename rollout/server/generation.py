@@ -25,14 +25,13 @@ from hotbunk.rollout.server.asking import (
 )
 from hotbunk.rollout.server.plane import Plane, Shared, answer
 from hotbunk.rollout.server.problems import problem
-from hotbunk.rollout.server.streams import EventStream, Gone, merged, while_there
+from hotbunk.rollout.server.streams import LEFT, EventStream, Gone, merged, while_there
 from hotbunk.rollout.server.telling import Telling
 
 UNAVAILABLE: dict[int | str, dict[str, Any]] = {
     400: {"description": "It cannot be meant, or could never run; the body says why."},
     503: {"description": "No weights or no KV cache to serve from, or leaving; the body says why."},
 }
-CLIENT_LEFT = 499  # nobody reads it
 router = APIRouter(tags=["generation"], prefix="/v1")
 
 Chunks = AsyncGenerator[tuple[int, TokenChunk], None]
@@ -118,7 +117,7 @@ async def _asked(plane: Plane, request: Request, body: Asked, understand: Any) -
     try:
         await while_there(request, read())
     except Gone:
-        return Response(status_code=CLIENT_LEFT)
+        return Response(status_code=LEFT)
     return answer(telling.whole(pieces))
 
 
@@ -135,7 +134,7 @@ async def _streamed(
         first = await while_there(request, anext(chunks))
     except Gone:
         await chunks.aclose()
-        return Response(status_code=CLIENT_LEFT)
+        return Response(status_code=LEFT)
 
     async def events() -> AsyncGenerator[bytes, None]:
         async with aclosing(chunks):

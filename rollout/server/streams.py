@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from hotbunk.rollout.contract import TokenChunk
 
 T = TypeVar("T")
+LEFT = 499  # the status of an answer that nobody reads
 WINDOW = 16  # chunks between a stream and its reader
 
 

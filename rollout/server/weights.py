@@ -221,6 +221,7 @@ class TicketBody(Body):
     address: Words = Field(max_length=4096)
     rank: StrictInt = Field(default=0, ge=0, le=1 << 20)
     ranks: StrictInt = Field(default=1, ge=1, le=1 << 20)
+    published: bool = False
 
 
 class SessionBody(Body):

@@ -39,6 +39,7 @@ _NEEDS = {
     "collective": ("torch",),
     "disk": ("torch",),
     "ipc": ("torch",),
+    "hotbunk_http": ("httpx", "tenacity"),
     "vllm": ("vllm",),
     "sglang": ("sglang",),
     "trtllm": ("tensorrt_llm",),

@@ -11,6 +11,7 @@ from hotbunk.rollout.registry import missing
 
 # Where each is described; imported only when it is asked for.
 DESCRIBED = {
+    "hotbunk_http": ("hotbunk.conformance.backends.hotbunk_http", "HttpUnderTest"),
     "oracle": ("hotbunk.conformance.backends.oracle", "OracleUnderTest"),
     "reference": ("hotbunk.conformance.backends.reference", "ReferenceUnderTest"),
     "vllm": ("hotbunk.conformance.backends.vllm", "VllmUnderTest"),
