@@ -76,6 +76,6 @@ def test_settings_are_yaml() -> None:
 
 
 def test_names_are_known() -> None:
-    assert set(DESCRIBED) == {"oracle", "reference", "vllm"}
+    assert set(DESCRIBED) == {"hotbunk_http", "oracle", "reference", "vllm"}
     with pytest.raises(BackendNotFound, match="reference"):
         under_test("referense")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import random
@@ -90,6 +91,7 @@ async def make_parts(plan: Plan, stack: AsyncExitStack) -> Parts:
     if plan.resumed is not None:
         checkpoint.load_optimizer(plan.resumed, learner.optimizer)
     handles = await start_replicas(config.rollout, backend_options(plan), stack)
+    plan = await _above(plan, handles)
     frees, able = config.rollout.free_cache_engine, handles[0].capabilities.release
     if frees and not able:
         log.warning("the engine's memory is not released: %s", able.how)
@@ -99,6 +101,13 @@ async def make_parts(plan: Plan, stack: AsyncExitStack) -> Parts:
     stack.push_async_callback(transport.close)
     gauges = GenerationGauges(handles, recorder)
     return Parts(plan, stack, bundle, recorder, learner, handles, meter, gauges, frees, transport)
+
+
+async def _above(plan: Plan, handles: Sequence[ReplicaHandle]) -> Plan:
+    """Engines that ran before us hold versions; ours are of a later incarnation than any."""
+    held = [version for one in handles for version in (await one.status()).versions.values()]
+    later = max((version.incarnation + 1 for version in held), default=0)
+    return dataclasses.replace(plan, incarnation=max(plan.incarnation, later))
 
 
 class Job(ABC):

@@ -19,6 +19,7 @@ from hotbunk.trainer_hooks.recipes.models import (
     ensure_smollm2,
     load_bundle,
 )
+from hotbunk.trainer_hooks.recipes.replicas import HTTP, http_options
 from hotbunk.trainer_hooks.recipes.tasks import Task, make_task
 
 IN_PROCESS = "naive"  # the transport that passes memory by reference
@@ -72,12 +73,19 @@ def plan_run(config: RunConfig, *, resume: bool = False) -> Plan:
             )
         plan = Plan(config, run_dir, task, tokens, _model_dir(config.model))
     _check_lengths(plan)
-    create_backend(config.rollout.name, **backend_options(plan))  # built, never started
+    options = backend_options(plan)
+    for one in http_options(options) if config.rollout.name == HTTP else [options]:
+        create_backend(config.rollout.name, **one)  # built, never started
     return plan
 
 
 def backend_options(plan: Plan) -> dict[str, Any]:
-    """What the engine is told: the model, and that the first sync brings its weights."""
+    """What the engine is told: the model, and that the first sync brings its weights.
+
+    A server knows its model already.
+    """
+    if plan.config.rollout.name == HTTP:
+        return dict(plan.config.rollout.options)
     model = plan.model_dir or plan.run_dir / TINY
     return {"model": str(model), "load": "empty", **plan.config.rollout.options}
 
@@ -110,6 +118,8 @@ def _check_beside(config: RunConfig) -> None:
 def _check_processes(config: RunConfig) -> None:
     """What is in another process must be reachable there."""
     rollout = config.rollout
+    if rollout.name == HTTP and not rollout.process:
+        raise ConfigError("rollout.process=false, and a server is a process of its own")
     if rollout.process and config.transport.name == IN_PROCESS:
         known = [name for name in names(TRANSPORTS) if name != IN_PROCESS]
         better = "shm" if "shm" in known or not known else known[0]

@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from hotbunk.rollout import process
-from hotbunk.rollout.errors import Unsupported
+from hotbunk.rollout.errors import ConfigError, Unsupported
 from hotbunk.rollout.handle import LocalHandle, ReplicaHandle
+from hotbunk.rollout.options import convert_nested
 from hotbunk.rollout.process import ProcessHandle, ReplicaSpec
 from hotbunk.rollout.registry import create_backend
 from hotbunk.rollout.replica import Replica
@@ -20,6 +21,7 @@ from hotbunk.rollout.status import Deadlines
 from hotbunk.trainer_hooks.recipes.config import RolloutConfig
 
 THREADS = "HOTBUNK_TORCH_THREADS"
+HTTP = "hotbunk_http"  # servers that run already, each a replica
 
 
 async def start_replicas(
@@ -29,6 +31,8 @@ async def start_replicas(
 
     :raises HotbunkError: what kept the first of them that did not start.
     """
+    if config.name == HTTP:
+        return await _connected(options, stack)
     names = [f"replica{number}" for number in range(config.replicas)]
     deadlines = Deadlines(hold=config.hold_deadline)
     if not config.process:
@@ -69,6 +73,31 @@ async def start_replicas(
         if isinstance(handle, BaseException):
             raise handle
     return [handle for handle in started if isinstance(handle, ProcessHandle)]
+
+
+def http_options(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options of each server: ``url`` may be a list of them.
+
+    :raises ConfigError: there is none.
+    """
+    said = options.get("url") or []
+    urls = [said] if isinstance(said, str) else list(said)
+    if not urls:
+        raise ConfigError("no server was named", remedy="set rollout.options.url=http://host:port")
+    return [{**options, "url": url} for url in urls]
+
+
+async def _connected(options: Mapping[str, Any], stack: AsyncExitStack) -> list[ReplicaHandle]:
+    from hotbunk.rollout.backends.hotbunk_http.handle import HttpHandle
+    from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
+
+    handles: list[ReplicaHandle] = []
+    for number, one in enumerate(http_options(options)):
+        told = convert_nested(one, HttpOptions, "rollout.options")
+        handle = await HttpHandle.connect(told, f"replica{number}")
+        stack.push_async_callback(handle.close)
+        handles.append(handle)
+    return handles
 
 
 async def successor(lost: ReplicaHandle, stack: AsyncExitStack) -> ReplicaHandle:

@@ -51,7 +51,9 @@ def train(
 
 @app.command()
 def conformance(
-    backend: Annotated[str, typer.Option(help="Its name: oracle, reference or vllm.")],
+    backend: Annotated[
+        str, typer.Option(help="Its name: oracle, reference, hotbunk_http or vllm.")
+    ],
     out: Annotated[Path, typer.Option(help="The folder to write matrix.json into.")],
     level: Annotated[str, typer.Option(help="How far the claim goes: core.")] = "core",
     settings: Annotated[

@@ -30,7 +30,7 @@ PRESETS = ("tiny", "smollm2")
 ROOTS_VARIABLE = "HOTBUNK_DISK_ROOTS"
 LOAD_SECONDS = 600.0
 # At scale 1 an untrained model says the same whatever its weights are.
-_TINY = {"hidden": 128, "layers": 2, "context": 1024, "scale": 4.0, "seed": 0}
+TINY = {"hidden": 128, "layers": 2, "context": 1024, "scale": 4.0, "seed": 0}
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -187,7 +187,7 @@ def ensure_tiny(cache_dir: Path | None = None) -> Path:
                 for left in models.glob(".tiny-1-*"):  # by one that was killed
                     shutil.rmtree(left)
                 scratch = Path(tempfile.mkdtemp(dir=models, prefix=".tiny-1-"))
-                build_tiny(scratch, **_TINY)  # type: ignore[arg-type]
+                build_tiny(scratch, **TINY)  # type: ignore[arg-type]
                 scratch.rename(target)
     except OSError as error:
         raise ConfigError(f"the tiny model cannot be written to {models}: {error}") from error

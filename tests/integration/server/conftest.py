@@ -17,10 +17,14 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx")
+pytest.importorskip("httpx")
+
+import httpx
+
+from hotbunk.cli.serve import TINY, ensure_tiny
+from hotbunk.trainer_hooks.recipes.models import build_tiny
 
 START_SECONDS = 60.0
-CONTEXT = 1024
 KEY = "a-key-that-only-tests-know"
 
 
@@ -192,45 +196,58 @@ def serve() -> Iterator[Callable[..., Server]]:
         return made[-1]
 
     yield start
+    codes = [one.end() for one in made if one.process.poll() is None]
     for one in made:
         one.close()
+    assert set(codes) <= {0}, f"servers ended with {codes}"
 
 
 @pytest.fixture(scope="session")
-def model(tiny: Any) -> Path:
-    """The model of the shared server."""
-    return Path(tiny(seed=0, context=CONTEXT))
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where presets are made."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("HOTBUNK_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")
-def other(tiny: Any) -> Path:
+def model(cache: Path) -> Path:
+    """The model of the preset that is served."""
+    return ensure_tiny(cache)
+
+
+@pytest.fixture(scope="session")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Other weights of the same shape."""
-    return Path(tiny(seed=1, context=CONTEXT))
+    return build_tiny(tmp_path_factory.mktemp("other"), **{**TINY, "seed": 1})
 
 
 @pytest.fixture(scope="session")
 def _shared(serve: Callable[..., Server], model: Path, other: Path) -> Server:
     return serve(
-        "--model",
-        str(model),
-        "--dev",
-        "--enable-prefix-caching",
-        "--enable-prompt-tokens-details",
-        "--allowed-root",
-        str(other),
+        *("--preset", "tiny", "--dev", "--allowed-root", str(other)),
+        *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
     )
 
 
 @pytest.fixture(scope="session")
-def keyed(
-    serve: Callable[..., Server], model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Server:
-    """A server with a key and strict names; nobody has called init on it."""
+def key_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The key of the keyed server."""
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.touch(mode=0o600)
     file.write_text(f"{KEY}\nanother-key-of-some-length\n")
-    arguments = ("--api-key-file", str(file), "--strict-model", "--hold-deadline", "1.5")
-    return serve("--model", str(model), *arguments, key=KEY)
+    return file
+
+
+@pytest.fixture(scope="session")
+def ranked(serve: Callable[..., Server], model: Path, other: Path, key_file: Path) -> Server:
+    """A server of two data-parallel ranks that wants a key."""
+    return serve(
+        *("--model", str(model), "--data-parallel", "2", "--strict-model"),
+        *("--allowed-root", str(other), "--api-key-file", str(key_file)),
+        key=KEY,
+    )
 
 
 @pytest.fixture

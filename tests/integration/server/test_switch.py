@@ -8,7 +8,6 @@ new weights makes of the same prefix, token for token.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,12 @@ from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
 from hotbunk.rollout.contract import Completion, Deployment, PauseMode, Version, collect
 
 pytestmark = pytest.mark.anyio
-TOKENS = 250
+TOKENS = 180
 
 
-@pytest.fixture(scope="module")
-def ranked(serve: Callable[..., Any], model: Path, other: Path) -> Any:
-    """A server of two data-parallel ranks."""
-    return serve(
-        "--model", str(model), "--dev", "--data-parallel", "2", "--allowed-root", str(other)
-    )
-
-
-async def _switched(handle: HttpHandle, kit: Any, switch: Any) -> list[tuple[list[int], Completion]]:
+async def _switched(
+    handle: HttpHandle, kit: Any, switch: Any
+) -> list[tuple[list[int], Completion]]:
     """Phase one: four requests, each with a few tokens before ``switch`` and the rest after."""
     prompts = kit.prompts(4, longest=20)
     streams = [handle.generate(kit.request(prompt, TOKENS)) for prompt in prompts]
@@ -71,8 +64,10 @@ def _check(done: Any, models: dict[Version, Any]) -> None:
             assert list(one.token_ids[span.start : span.end]) == expected
 
 
-async def test_by_ticket_under_a_manager(ranked: Any, kit: Any, model: Path, other: Path) -> None:
-    handle = await HttpHandle.connect(HttpOptions(ranked.url))
+async def test_by_ticket_under_a_manager(
+    ranked: Any, kit: Any, model: Path, other: Path, key_file: Path
+) -> None:
+    handle = await HttpHandle.connect(HttpOptions(ranked.url, api_key_file=str(key_file)))
     manager = CheckpointEngineManager(
         [handle],
         ShmTransport(),
@@ -99,9 +94,11 @@ async def test_by_ticket_under_a_manager(ranked: Any, kit: Any, model: Path, oth
         await manager.close()
 
 
-async def test_from_disk_by_curl(ranked: Any, kit: Any, model: Path, other: Path) -> None:
+async def test_from_disk_by_curl(
+    ranked: Any, kit: Any, model: Path, other: Path, key_file: Path
+) -> None:
     """The same with nothing but the endpoints: pause, update_weights_from_disk, resume."""
-    handle = await HttpHandle.connect(HttpOptions(ranked.url))
+    handle = await HttpHandle.connect(HttpOptions(ranked.url, api_key_file=str(key_file)))
 
     async def load(path: Path, version: str) -> None:
         body = {"model_path": str(path), "weight_version": version}

@@ -14,56 +14,6 @@ def _kind(answer: Any) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["type"]
 
 
-def test_out_of_turn_is_told_at_once(keyed: Any) -> None:
-    """An update without init hung for five minutes (H16)."""
-    fresh = keyed
-    for path, body in (
-        ("/start_weight_update", None),
-        ("/update_weights", UPDATE),
-        ("/finish_weight_update", None),
-        ("/abort_weight_update", None),
-    ):
-        answer = fresh.post(path, body)
-        assert _kind(answer) == (409, "SessionError"), path
-        assert "init_weight_transfer_engine" in answer.json()["error"]["message"]
-        assert answer.elapsed.total_seconds() < 5
-    assert fresh.ok("/init_weight_transfer_engine")["generation"] == 1
-    for path, body in (("/update_weights", UPDATE), ("/finish_weight_update", None)):
-        answer = fresh.post(path, body)
-        assert _kind(answer) == (409, "SessionError")
-        assert "start_weight_update" in answer.json()["error"]["message"]
-    fresh.ok("/start_weight_update", {"is_checkpoint_format": True})
-    assert _kind(fresh.post("/start_weight_update")) == (409, "SessionError")
-    empty = fresh.post("/finish_weight_update")
-    assert _kind(empty) == (409, "SessionError")
-    assert "nothing was updated" in empty.json()["error"]["message"]
-    gone = fresh.post("/update_weights", UPDATE)
-    assert _kind(gone) == (503, "TransferFailed")
-    assert fresh.get("/weight_version") == {"weight_version": "0.0"}
-    assert fresh.ok("/abort_weight_update")["committed"] is None
-    assert fresh.get("/weight_info")["generation"] == 1
-
-
-def test_a_second_client_takes_over(server: Any) -> None:
-    """A trainer restarts and the server need not (H15)."""
-    first = server.ok("/init_weight_transfer_engine")["generation"]
-    server.ok("/start_weight_update", {"generation": first})
-    second = server.ok("/init_weight_transfer_engine")["generation"]
-    assert second == first + 1
-    stale = {**UPDATE, "generation": first}
-    for path, body in (
-        ("/start_weight_update", {"generation": first}),
-        ("/update_weights", stale),
-        ("/finish_weight_update", {"generation": first}),
-        ("/abort_weight_update", {"generation": first}),
-    ):
-        answer = server.post(path, body)
-        assert _kind(answer) == (409, "SessionError")
-        assert f"generation {first} is over" in answer.json()["error"]["message"]
-    server.ok("/start_weight_update", {"generation": second})
-    server.ok("/abort_weight_update", {"generation": second})
-
-
 def test_the_disk_is_closed_while_a_session_is_open(server: Any) -> None:
     server.ok("/init_weight_transfer_engine")
     server.ok("/start_weight_update")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ pytest.importorskip("httpx")
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
-from hotbunk.conformance.tickets import register, ticket
+from hotbunk.conformance.tickets import ticket
 from hotbunk.rollout import errors
-from hotbunk.rollout.backends.hotbunk_http.handle import HttpHandle
-from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
 from hotbunk.rollout.contract import (
     Deployment,
     FinishReason,
@@ -27,13 +24,7 @@ from hotbunk.rollout.contract import (
     Version,
     collect,
 )
-from hotbunk.rollout.handle import LocalHandle
 from hotbunk.rollout.process import start_replica
-from hotbunk.rollout.registry import create_backend
-from hotbunk.rollout.replica import Replica
-from hotbunk.rollout.server.app import create_app
-from hotbunk.rollout.server.running import bind, make_server
-from hotbunk.rollout.server.settings import Settings
 from hotbunk.rollout.status import Deadlines, Health
 
 pytestmark = pytest.mark.anyio
@@ -44,106 +35,6 @@ ROOMY = {"step_time": 0.002, "kv_blocks": 60_000, "kv_block_bytes": 8}
 LONG = 20_000  # tokens that nobody waits for
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-class Bytes:
-    """A tokenizer of bytes; the oracle's tokens are larger and say nothing."""
-
-    vocab_size = 256
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def encode_chat(self, messages: Any) -> list[int]:
-        return self.encode("".join(one["content"] for one in messages))
-
-    def decode(self, ids: Any) -> str:
-        return bytes(ids).decode("latin-1")
-
-
-class Served:
-    """A server of this loop, and what it was asked."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-        self.asked: list[str] = []
-        self.stopped = False
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self, port: int = 0) -> Served:
-        settings = Settings("oracle", context=10_000, control=True)
-        app = create_app(self.handle, Bytes(), settings)
-
-        async def noting(scope: Any, receive: Any, send: Any) -> None:
-            if scope["type"] == "http":
-                self.asked.append(scope["path"])
-            await app(scope, receive, send)
-
-        ready = asyncio.Event()
-        self.server = make_server(app, ready.set)
-        self.server.config.app = noting
-        self.server.capture_signals = _no_signals  # type: ignore[method-assign]
-        self._sock = sock = bind(HOST, port)
-        self.port = sock.getsockname()[1]
-        self.url = f"http://{HOST}:{self.port}"
-        self._task = asyncio.create_task(self.server.serve([sock]))
-        await ready.wait()
-        return self
-
-    def count(self, path: str) -> int:
-        return self.asked.count(path)
-
-    async def stop(self) -> None:
-        if self._task is not None and not self.stopped:
-            self.stopped = True
-            self.server.stop()
-            await self._task
-            self._sock.close()
-
-
-def _no_signals() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
-
-
-class Place:
-    """Servers and handles of one test."""
-
-    def __init__(self) -> None:
-        self.closing: list[Callable[[], Awaitable[None]]] = []
-
-    async def oracle(self, **options: Any) -> Served:
-        options = {**ROOMY, **options}
-        replica = Replica(create_backend("oracle", **options), name="r", deadlines=QUICK)
-        await replica.start()
-        self.closing.append(replica.close)
-        return await self.serve(LocalHandle(replica))
-
-    async def serve(self, handle: Any, port: int = 0) -> Served:
-        served = await Served(handle).start(port)
-        self.closing.append(served.stop)
-        return served
-
-    async def connect(self, url: str, **options: Any) -> HttpHandle:
-        options.setdefault("deadlines", QUICK)
-        handle = await HttpHandle.connect(HttpOptions(url, **options))
-        self.closing.append(handle.close)
-        return handle
-
-
-@pytest.fixture
-async def place() -> AsyncIterator[Place]:
-    register()
-    here = Place()
-    yield here
-    for close in reversed(here.closing):
-        await close()
-
-
 def ask(name: str, tokens: int = 20) -> GenerateRequest:
     return GenerateRequest(name, (1, 2, 3), Sampling(0.0, max_tokens=tokens))
 
@@ -152,7 +43,7 @@ async def _first(stream: Any) -> Any:
     return await anext(stream)
 
 
-async def test_it_is_the_replica_behind_it(place: Place) -> None:
+async def test_it_is_the_replica_behind_it(place: Any) -> None:
     served = await place.oracle()
     handle, behind = await place.connect(served.url), served.handle
     assert handle.capabilities == behind.capabilities
@@ -189,7 +80,7 @@ async def test_it_is_the_replica_behind_it(place: Place) -> None:
     assert (last.finish_reason, last.retryable) == (FinishReason.ABORT, False)
 
 
-async def test_errors_are_the_same_by_name_and_field(place: Place) -> None:
+async def test_errors_are_the_same_by_name_and_field(place: Any) -> None:
     served = await place.oracle()
     handle = await place.connect(served.url)
     await handle.update_weights(ticket(3), version=Version(0, 3))
@@ -225,7 +116,7 @@ async def test_errors_are_the_same_by_name_and_field(place: Place) -> None:
     await stream.aclose()
 
 
-async def test_a_reader_that_leaves_ends_its_request(place: Place) -> None:
+async def test_a_reader_that_leaves_ends_its_request(place: Any) -> None:
     served = await place.oracle()
     handle = await place.connect(served.url)
     streams = [handle.generate(ask(f"s{n}", LONG)) for n in range(5)]
@@ -238,7 +129,7 @@ async def test_a_reader_that_leaves_ends_its_request(place: Place) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_slow_readers_stall_nobody(place: Place) -> None:
+async def test_slow_readers_stall_nobody(place: Any) -> None:
     """Their streams are held back, pauses and others are not."""
     served = await place.oracle(step_time=0.0005)
     handle = await place.connect(served.url)
@@ -256,7 +147,7 @@ async def test_slow_readers_stall_nobody(place: Place) -> None:
         await stream.aclose()
 
 
-async def test_streams_beyond_any_pool_leave_room_for_a_pause(place: Place) -> None:
+async def test_streams_beyond_any_pool_leave_room_for_a_pause(place: Any) -> None:
     """2048 generate calls must not fill what a pause needs (H10)."""
     count = 130  # a client's pool has a hundred connections, unless told otherwise
     served = await place.oracle(step_time=0.03, max_running=count)
@@ -312,7 +203,7 @@ class Flaky:
             writer.close()
 
 
-async def test_only_what_may_be_repeated_is_repeated(place: Place) -> None:
+async def test_only_what_may_be_repeated_is_repeated(place: Any) -> None:
     served = await place.oracle()
     proxy = Flaky(served.port)
     url = await proxy.start()
@@ -346,7 +237,7 @@ async def test_only_what_may_be_repeated_is_repeated(place: Place) -> None:
     assert proxy.seen == [b"/resume"] * 4, "attempts are bounded"
 
 
-async def test_a_server_that_leaves_ends_streams_with_a_retryable_abort(place: Place) -> None:
+async def test_a_server_that_leaves_ends_streams_with_a_retryable_abort(place: Any) -> None:
     served = await place.oracle()
     handle = await place.connect(served.url)
     stream = handle.generate(ask("s", LONG))
@@ -362,7 +253,7 @@ async def test_a_server_that_leaves_ends_streams_with_a_retryable_abort(place: P
     assert (await handle.status()).health is Health.LOST
 
 
-async def test_another_server_in_its_place_is_not_taken_for_it(place: Place) -> None:
+async def test_another_server_in_its_place_is_not_taken_for_it(place: Any) -> None:
     """It has neither our pauses nor our weights."""
     served = await place.oracle()
     handle = await place.connect(served.url)
@@ -374,7 +265,7 @@ async def test_another_server_in_its_place_is_not_taken_for_it(place: Place) -> 
     assert (await (await place.connect(served.url)).status()).health is Health.OK
 
 
-async def test_a_server_that_hangs_is_lost_within_its_deadline(place: Place) -> None:
+async def test_a_server_that_hangs_is_lost_within_its_deadline(place: Any) -> None:
     served = await place.oracle()
     over = asyncio.Event()
 
@@ -395,7 +286,7 @@ async def test_a_server_that_hangs_is_lost_within_its_deadline(place: Place) -> 
     hung.close()
 
 
-async def test_only_node_0_sends(place: Place) -> None:
+async def test_only_node_0_sends(place: Any) -> None:
     """On the other nodes of an engine the verbs do nothing (N14)."""
     served = await place.oracle()
     leader, follower = [await place.connect(served.url, node_rank=rank) for rank in (0, 1)]
@@ -412,7 +303,7 @@ async def test_only_node_0_sends(place: Place) -> None:
     assert served.count("/pause") == 1
 
 
-async def test_servers_behind_a_balancer_get_one_call_each(place: Place) -> None:
+async def test_servers_behind_a_balancer_get_one_call_each(place: Any) -> None:
     first, second = await place.oracle(), await place.oracle()
     turn = [first, second]
 
@@ -447,7 +338,7 @@ async def test_servers_behind_a_balancer_get_one_call_each(place: Place) -> None
         await through.resume_generation()
 
 
-async def test_one_call_reaches_every_rank_and_says_so(place: Place) -> None:
+async def test_one_call_reaches_every_rank_and_says_so(place: Any) -> None:
     import httpx
 
     replica = await start_replica(
