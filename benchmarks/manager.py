@@ -1,77 +1,133 @@
-"""A whole non-naive sync over 1, 8 and 64 replicas whose engines cost next to nothing.
+"""A whole non-naive sync over 1, 8 and 64 replicas that cost nothing.
 
-What is left is the manager's own: pauses, phases, an offer, outcomes. The engines are oracles in
-this process (simulated engines: a few hundred bytes of weights each), so nothing travels far.
+What is left is the manager's own: pauses, phases, deadlines, an offer, outcomes. ``manager_N`` has
+replicas whose verbs return at once (benchmarks/free.py), as the peer's do; ``rules_N`` has real ones, the
+rules of each in this same process, in front of simulated engines of a few hundred bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import statistics
-import time
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from hotbunk.benchmarks.free import FreeHandle, FreeSource, FreeTransport
 from hotbunk.benchmarks.rows import Row
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import ReleaseKV, SyncPolicy, SyncReport
-from hotbunk.checkpoint_engine.source import TensorSource
+from hotbunk.checkpoint_engine.source import TensorSource, WeightSource
+from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
 from hotbunk.rollout.backends.oracle import create
 from hotbunk.rollout.backends.oracle.model import weights_at
 from hotbunk.rollout.binding import dtype_from
 from hotbunk.rollout.contract import TARGET, Deployment, Version
-from hotbunk.rollout.handle import LocalHandle
+from hotbunk.rollout.errors import ConfigError
+from hotbunk.rollout.handle import LocalHandle, ReplicaHandle
 from hotbunk.rollout.replica import Replica
 
 SIZES = (1, 8, 64)
-REPEATS = 15
+REPEATS = 31
+PEER = "verl's CheckpointEngineManager"
+PEER_SECONDS = 300.0  # importing verl takes a while
 
 
-def run(tell: Callable[[str], None]) -> tuple[list[Row], str]:
-    """Rows in milliseconds: a sync, and what of it is not its slowest replica's update.
+def run(tell: Callable[[str], None], *, peer_python: Path | None = None) -> tuple[list[Row], str]:
+    """Rows in milliseconds: a sync, a replica's share of it, and a sync with the replicas' rules.
 
-    No peer is measured here: verl's manager needs verl, whose pins are its own.
+    :param peer_python: an interpreter that has verl; its manager is the peer.
     """
+    # As `hotbunk train` does, and the peer here: the collector need not walk what torch brought.
+    gc.collect()
+    gc.freeze()
+    tell("the peer")
+    peer = _peer(peer_python) if peer_python is not None else {}
     rows = []
     for count in SIZES:
         tell(f"{count} replicas")
-        reports = asyncio.run(_syncs(count))
-        whole = [report.seconds * 1e3 for report in reports]
-        rows.append(_row(f"manager_{count}", whole))
+        own = _ms(asyncio.run(_free(count)))
+        rows.append(_row(f"manager_{count}", own, peer.get(count)))
+        each = [[ms / count for ms in taken] for taken in (own, peer.get(count, []))]
+        rows.append(_row(f"manager_{count}_per_replica", *each))
+    for count in SIZES:
+        tell(f"{count} replicas and their rules")
+        reports = asyncio.run(_ruled(count))
+        rows.append(_row(f"rules_{count}", _ms(reports)))
         own = [(report.seconds - _slowest(report)) * 1e3 for report in reports]
-        rows.append(_row(f"manager_{count}_own", own))
-        rows.append(_row(f"manager_{count}_per_replica", [ms / count for ms in own]))
-    return rows, "simulated engines (oracles) in one process, KV released around each sync"
+        rows.append(_row(f"rules_{count}_beside_updates", own))
+    return rows, "KV released around each sync, one process; goal: 10 ms + the slowest replica"
 
 
-def _row(name: str, values: list[float]) -> Row:
+def _peer(python: Path) -> dict[int, list[float]]:
+    """Milliseconds of verl's syncs, by replicas. :raises ConfigError: it cannot be run there."""
+    program = Path(__file__).with_name("verl_manager.py")
+    command = [str(python), "-P", str(program), str(REPEATS), *map(str, SIZES)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PEER_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"the peer cannot be run: {error}") from error
+    if done.returncode:
+        raise ConfigError(
+            f"the peer failed: {done.stderr.strip().splitlines()[-1:]}",
+            remedy="give an interpreter that has verl and what it imports",
+        )
+    said = json.loads(done.stdout.splitlines()[-1])
+    return {int(count): [s * 1e3 for s in seconds] for count, seconds in said.items()}
+
+
+def _row(name: str, values: Sequence[float], peer: Sequence[float] | None = None) -> Row:
     spread = [min(values), max(values)]
-    return Row(name, statistics.median(values), None, None, "ms", None, None, len(values), spread)
+    ours = statistics.median(values)
+    if not peer:
+        return Row(name, ours, None, None, "ms", None, None, len(values), spread)
+    theirs = statistics.median(peer)
+    spread += [min(peer), max(peer)]
+    return Row(name, ours, theirs, None, "ms", theirs / ours, None, len(values), spread, PEER)
+
+
+def _ms(reports: Sequence[SyncReport]) -> list[float]:
+    return [report.seconds * 1e3 for report in reports]
 
 
 def _slowest(report: SyncReport) -> float:
     return max(one.update.seconds for one in report.outcomes if one.update is not None)
 
 
-async def _syncs(count: int) -> list[SyncReport]:
+async def _free(count: int) -> list[SyncReport]:
+    handles: list[Any] = [FreeHandle(f"r{n}") for n in range(count)]
+    return await _syncs(handles, FreeTransport(), lambda step: FreeSource())
+
+
+async def _ruled(count: int) -> list[SyncReport]:
     replicas = [Replica(create(fed=(TARGET,)), name=f"r{n}") for n in range(count)]
     for replica in replicas:
         await replica.start()
+    return await _syncs([LocalHandle(r) for r in replicas], NaiveTransport(), _source)
+
+
+async def _syncs(
+    handles: Sequence[ReplicaHandle], transport: Transport, source: Callable[[int], WeightSource]
+) -> list[SyncReport]:
     manager = CheckpointEngineManager(
-        [LocalHandle(replica) for replica in replicas],
-        NaiveTransport(),
+        handles,
+        transport,
         deployment=Deployment.STANDALONE,
         policy=SyncPolicy(release_kv=ReleaseKV.ALWAYS),
     )
-    reports = []
     try:
-        for step in range(1, REPEATS + 2):
-            began = time.perf_counter()
-            report = await manager.update_weights(_source(step), Version(0, step))
-            assert report.seconds <= time.perf_counter() - began
-            reports.append(report)
+        reports = [
+            await manager.update_weights(source(step), Version(0, step))
+            for step in range(1, REPEATS + 2)
+        ]
     finally:
         await manager.close()
     return reports[1:]  # the first one warms up

@@ -135,3 +135,25 @@ def test_doctor_asks_the_cuda_driver_whether_there_is_a_device(
     assert not found.usable
     assert "cuDeviceGet says 100" in found.why
     assert cuda().usable
+
+
+def test_a_managers_own_time_is_measured_and_its_peer_must_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hotbunk.benchmarks import manager as bench_manager
+
+    monkeypatch.setattr(bench_manager, "SIZES", (1, 3))
+    monkeypatch.setattr(bench_manager, "REPEATS", 3)
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\necho noise\necho \'{"1": [0.001, 0.002, 0.003], "3": [0.01]}\'\n')
+    fake.chmod(0o700)
+    measured, _ = bench_manager.run(lambda text: None, peer_python=fake)
+    found = {row.name: row for row in measured}
+    assert found["manager_1"].peer == 2.0
+    assert found["manager_3"].ratio_peer == pytest.approx(10 / found["manager_3"].ours)
+    assert found["rules_3"].ours > found["manager_3"].ours > 0
+    for path, message in ((tmp_path / "absent", "cannot be run"), (Path("/bin/false"), "failed")):
+        with pytest.raises(ConfigError, match=message):
+            bench_manager.run(lambda text: None, peer_python=path)
+    with pytest.raises(ConfigError, match="another interpreter"):
+        bench.run("kernels", json=None, md=None, peer_python=fake)

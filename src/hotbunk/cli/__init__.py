@@ -146,11 +146,15 @@ def bench(
         Path | None,
         typer.Option(help="A document, such as docs/benchmarks.md, to put the table into."),
     ] = None,
+    peer_python: Annotated[
+        Path | None,
+        typer.Option(help="manager: an interpreter that has verl, for its manager as the peer."),
+    ] = None,
 ) -> None:
     """Measure against others doing the same work, and against the machine's limit."""
     from hotbunk.cli.bench import run
 
-    run(name, json=json, md=md)
+    run(name, json=json, md=md, peer_python=peer_python)
 
 
 @app.command("sync-drill")

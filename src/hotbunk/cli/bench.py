@@ -17,7 +17,7 @@ from hotbunk.rollout.registry import missing
 BENCHMARKS = {name: f"hotbunk.benchmarks.{name}" for name in ("kernels", "manager", "pool", "sync")}
 
 
-def run(name: str, *, json: Path | None, md: Path | None) -> None:
+def run(name: str, *, json: Path | None, md: Path | None, peer_python: Path | None = None) -> None:
     """See :func:`hotbunk.cli.bench`.
 
     :raises UsageError: no such benchmark, or it needs a package that is not installed.
@@ -27,13 +27,16 @@ def run(name: str, *, json: Path | None, md: Path | None) -> None:
         raise ConfigError(
             f"no benchmark {name!r}{closest(name, known)}", remedy=f"there are {known}"
         )
+    options = {} if peer_python is None else {"peer_python": peer_python}
+    if options and name != "manager":
+        raise ConfigError(f"bench {name} has no peer in another interpreter")
     console = Console(stderr=True)
     try:
         module = importlib.import_module(BENCHMARKS[name])
     except ModuleNotFoundError as error:
         raise missing(name, error) from error
     with console.status(name) as status:
-        rows, settings = module.run(lambda part: status.update(f"{name}: {part}"))
+        rows, settings = module.run(lambda part: status.update(f"{name}: {part}"), **options)
     Console().print(_table(name, rows))
     Console().print(f"{machine()}; {settings}", highlight=False, soft_wrap=True)
     if json is not None:
