@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,3 +38,22 @@ def convert_nested(values: Mapping[str, Any], into: type[T], where: str) -> T:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__.at(where) from None
         raise ConfigError(str(error), where=where) from error
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` into options; values are YAML, so numbers, booleans and lists mean themselves.
+
+    :raises ConfigError: no ``=``, a key given twice, or a value that is not YAML.
+    """
+    options: dict[str, Any] = {}
+    for text in settings:
+        key, equals, value = text.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"--set {text!r} is not key=value")
+        if key in options:
+            raise ConfigError(f"--set {key}= was given more than once")
+        try:
+            options[key] = msgspec.yaml.decode(value)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"--set {key}={value}: {error}") from error
+    return options

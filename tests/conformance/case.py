@@ -24,9 +24,14 @@ Body = Callable[[Rig], Awaitable[None]]
 
 
 class Level(StrEnum):
-    """How far a claim of conformance goes; a level includes those before it."""
+    """What a run looks at. A case belongs to one of core, colocate, sync and fault."""
 
-    CORE = "core"
+    SMOKE = "smoke"  # the sharpest of each, in under a minute
+    CORE = "core"  # states, pauses, tokens, requests
+    COLOCATE = "colocate"  # memory that changes hands
+    SYNC = "sync"  # weights that arrive, or are refused
+    FAULT = "fault"  # what breaks, hangs or dies
+    ALL = "all"
 
 
 class Status(StrEnum):
@@ -40,7 +45,10 @@ class Status(StrEnum):
 
 
 class CaseResult(msgspec.Struct, frozen=True):
-    """One line of the matrix. ``seconds`` are of the event loop's time."""
+    """One line of the matrix. ``seconds`` are of the event loop's time.
+
+    ``detail`` says why it did not pass, or what was measured.
+    """
 
     case: str
     level: Level
@@ -51,7 +59,10 @@ class CaseResult(msgspec.Struct, frozen=True):
 
 
 class Case(NamedTuple):
-    """A named behaviour. ``capabilities`` are those it needs; ``ids`` the bug reports it is about."""
+    """A named behaviour. ``capabilities`` are those it needs; ``ids`` the bug reports it is about.
+
+    ``smoke``: it is one of the few that tell most.
+    """
 
     name: str
     level: Level
@@ -59,17 +70,22 @@ class Case(NamedTuple):
     run: Body
     doc: str
     ids: tuple[str, ...]
+    smoke: bool = False
 
 
 REGISTRY: dict[str, Case] = {}
 
 
-def case(*, level: Level = Level.CORE, capability: str = "") -> Callable[[Body], Body]:
+def case(
+    *, level: Level = Level.CORE, capability: str = "", smoke: bool = False
+) -> Callable[[Body], Body]:
     """Register a coroutine function as a case; it runs against a started Replica.
 
     ``capability`` names what it needs, separated by blanks (see :func:`ability`). Where the
     backend declares one of them UNSUPPORTED, the negative run takes the case's place.
     """
+    if level in (Level.SMOKE, Level.ALL):
+        raise ValueError(f"{level.value} is a selection of cases, not where one belongs")
 
     def register(body: Body) -> Body:
         name = body.__name__
@@ -77,18 +93,21 @@ def case(*, level: Level = Level.CORE, capability: str = "") -> Callable[[Body],
             raise ValueError(f"two cases are called {name!r}")
         doc = " ".join((body.__doc__ or "").split())
         ids = tuple(re.findall(r"\b[MGCHKVBNLFAU]\d+\b", doc))
-        REGISTRY[name] = Case(name, level, tuple(capability.split()), body, doc, ids)
+        REGISTRY[name] = Case(name, level, tuple(capability.split()), body, doc, ids, smoke)
         return body
 
     return register
 
 
-def all_cases(level: Level = Level.CORE) -> list[Case]:
-    """Every case up to a level, in a stable order."""
+def all_cases(level: Level = Level.ALL) -> list[Case]:
+    """The cases of a level, in a stable order."""
     import hotbunk.conformance.cases  # noqa: F401 - registers them
 
-    levels = list(Level)
-    return [c for c in REGISTRY.values() if levels.index(c.level) <= levels.index(level)]
+    if level is Level.ALL:
+        return list(REGISTRY.values())
+    if level is Level.SMOKE:
+        return [one for one in REGISTRY.values() if one.smoke]
+    return [one for one in REGISTRY.values() if one.level is level]
 
 
 def ability(caps: Capabilities, name: str) -> Ability:

@@ -56,6 +56,20 @@ def make_model(family: str, version: int, *, tied: bool = False, **sizes: int) -
     return model.eval().requires_grad_(False)
 
 
+@torch.no_grad()
+def version_of(directory: Path, version: int) -> Any:
+    """A model directory as a trainer has it at a version, in float32: 0 is what lies there."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    draw = torch.Generator().manual_seed(1000 + version)
+    for parameter in model.parameters() if version else ():
+        noise = torch.randn(parameter.shape, generator=draw)
+        # Far enough that every prompt goes on otherwise; a constant vector moves, too.
+        parameter.add_(
+            noise * (parameter.std() if parameter.numel() > 1 else 0) * 0.5 + noise * 1e-3
+        )
+    return model.eval().requires_grad_(False)
+
+
 def save_model(
     family: str, version: int, directory: Path, *, tied: bool = False, **sizes: int
 ) -> Path:

@@ -3,13 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
-from hotbunk.conformance.rig import NotApplicable, Rig, expect
-from hotbunk.rollout.contract import PauseMode, Retention, Sampling, Scope, Tag, Version
+from hotbunk.conformance.rig import NotApplicable, Rig, Snapshot, expect
+from hotbunk.conformance.transfers import MemoryTransfer
+from hotbunk.rollout.contract import PauseMode, Retention, Sampling, Scope, ScopeKind, Tag, Version
 from hotbunk.rollout.errors import Unsupported
 
 Attempt = Callable[[Rig], Awaitable[object]]
+
+# What a replica refuses for its engine is tried on the bare engine, too: one that acts although it
+# declares that it does not is found out.
+DIRECT: dict[str, Attempt] = {
+    "release": lambda rig: rig.engine.release(retention=_any_retention(rig)),
+    "release_kv_cache": lambda rig: rig.engine.release_kv_cache(),
+    "retention.backup": lambda rig: rig.engine.release([Tag.WEIGHTS], retention=Retention.BACKUP),
+    "retention.discard": lambda rig: rig.engine.release([Tag.WEIGHTS], retention=Retention.DISCARD),
+    "retention.resident": lambda rig: rig.engine.release(
+        [Tag.WEIGHTS], retention=Retention.RESIDENT
+    ),
+    "pause.abort": lambda rig: rig.engine.pause_generation(PauseMode.ABORT),
+    "pause.wait": lambda rig: rig.engine.pause_generation(PauseMode.WAIT),
+    "pause.keep": lambda rig: rig.engine.pause_generation(PauseMode.KEEP),
+    "partial": lambda rig: _engine_update(rig, Scope.partial),
+    "delta": lambda rig: _engine_update(rig, Scope.delta),
+    "adapter": lambda rig: _engine_update(rig, lambda base: Scope.adapter("a", base)),
+    "keep_kv": lambda rig: rig.engine.release_kv_cache(keep_kv=True),
+    "abort": lambda rig: rig.engine.abort(["nobody"]),
+    "digest": lambda rig: rig.engine.digest(),
+}
+
+
+def _offer(rig: Rig, scope: Scope) -> MemoryTransfer:
+    tensors = None
+    if scope.kind is ScopeKind.ADAPTER:
+        with suppress(NotImplementedError):  # then the base's weights have to do
+            tensors = rig.ut.adapter(scope.name, 2)
+    return rig.transfer(2, scope=scope, tensors=tensors)
+
+
+def _any_retention(rig: Rig) -> Retention:
+    return min(rig.caps.retentions, default=Retention.DISCARD)
+
+
+async def _engine_update(rig: Rig, scope: Callable[[Version], Scope]) -> object:
+    base = await rig.label()
+    assert base is not None
+    transfer = _offer(rig, scope(base))
+    return await rig.engine.update_weights(
+        transfer, version=transfer.manifest.version, scope=transfer.manifest.scope
+    )
 
 
 def _release(retention: Retention) -> Attempt:
@@ -24,7 +68,7 @@ def _update(scope: Callable[[Version], Scope]) -> Attempt:
     async def attempt(rig: Rig) -> object:
         base = await rig.label()
         assert base is not None
-        transfer = rig.transfer(2, scope=scope(base))
+        transfer = _offer(rig, scope(base))
         try:
             return await rig.send(transfer)
         finally:
@@ -96,6 +140,20 @@ async def refused(rig: Rig, capability: str) -> None:
     before = await rig.snapshot()
     error = await expect(Unsupported, attempt(rig))
     assert error.backend == rig.caps.backend, f"the error names backend {error.backend!r}"
+    await _check_unchanged(rig, before)
+    direct = DIRECT.get(capability)
+    if direct is None:
+        return
+    quiet = [mode for mode in PauseMode if rig.caps.pause.get(mode)]
+    if quiet:  # the engine's verbs are called with generation standing still
+        await rig.replica.pause_generation(quiet[0], clear_cache=False)
+    await expect(Unsupported, direct(rig))
+    if quiet:
+        await rig.replica.resume_generation()
+    await _check_unchanged(rig, before)
+
+
+async def _check_unchanged(rig: Rig, before: Snapshot) -> None:
     after = await rig.snapshot()
     assert after == before, f"it was refused and yet changed {before} to {after}"
     await rig.check_golden(1)

@@ -12,6 +12,7 @@ from hotbunk.conformance.under_test import BackendUnderTest, Tensors
 from hotbunk.rollout.contract import (
     FULL,
     TARGET,
+    Capabilities,
     Completion,
     Engine,
     FinishReason,
@@ -102,10 +103,28 @@ class Rig:
         self.ut = under_test
         self.engine = engine
         self.replica = replica
-        self.caps = engine.capabilities
         self.rng = rng
+        self.notes: list[str] = []
         self._requests: list[Running] = []
         self._count = 0
+
+    @property
+    def caps(self) -> Capabilities:
+        """What the engine declares (an engine elsewhere knows it once it is started)."""
+        return self.engine.capabilities
+
+    def note(self, text: str) -> None:
+        """Something measured, for the matrix."""
+        self.notes.append(text)
+
+    async def anew(self) -> None:
+        """Close the engine, and go on with a fresh one, started as the first was."""
+        await self.close()
+        await self.replica.close()
+        await self.ut.stop()
+        self.engine = await self.ut.start()
+        self.replica = Replica(self.engine, name=self.ut.name, deadlines=self.ut.deadlines)
+        await self.replica.start()
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -246,9 +265,10 @@ class Rig:
 
     async def close(self) -> None:
         """Stop reading whatever is still read."""
-        for request in self._requests:
+        requests, self._requests = self._requests, []
+        for request in requests:
             request.task.cancel()
-        await asyncio.gather(*(r.task for r in self._requests), return_exceptions=True)
+        await asyncio.gather(*(r.task for r in requests), return_exceptions=True)
 
 
 def check_spans(done: Completion) -> None:

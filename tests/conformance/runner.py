@@ -1,4 +1,4 @@
-"""Runs cases, each on a fresh engine under a deadline, and writes the matrix."""
+"""Runs cases, each on a fresh engine under a deadline, and says what became of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import msgspec
 
@@ -23,40 +25,65 @@ MATRIX = "matrix.json"
 
 def run(
     under_test: BackendUnderTest,
-    level: Level = Level.CORE,
+    level: Level = Level.ALL,
     seed: int = 0,
     *,
     tell: Callable[[CaseResult], object] = lambda result: None,
 ) -> list[CaseResult]:
     """Run every case of a level, and ``tell`` of each as it ends.
 
-    Each has its own event loop, unless the backend asks for one (``one_loop``). Blocks; not to be
-    called from a running event loop (use :func:`run_case` there).
+    Blocks; not to be called from a running event loop (use :func:`run_case` there).
     """
     results = []
-    with ExitStack() as shared:
-        whole = _runner(under_test, shared) if under_test.one_loop else None
+    with Session(under_test) as session:
         for one in all_cases(level):
-            with ExitStack() as own:
-                runner = whole or _runner(under_test, own)
-                results.append(runner.run(run_case(one, under_test, seed)))
+            results.append(session.run(one, seed))
             tell(results[-1])
     return results
 
 
-def _runner(under_test: BackendUnderTest, stack: ExitStack) -> asyncio.Runner:
-    """A runner that ends with the stack, after the backend did."""
-    runner = stack.enter_context(asyncio.Runner(loop_factory=under_test.loop_factory))
-    if under_test.one_loop:
-        stack.callback(lambda: runner.run(under_test.finish()))
-    return runner
+class Session:
+    """Runs cases one after another, from outside any event loop.
+
+    Each case has its own loop, unless the backend asks for one (``one_loop``).
+    """
+
+    def __init__(self, under_test: BackendUnderTest) -> None:
+        self._under_test = under_test
+        self._stack = ExitStack()
+        self._whole: asyncio.Runner | None = None
+
+    def __enter__(self) -> Self:
+        if self._under_test.one_loop:
+            self._whole = self._stack.enter_context(self._runner())
+            self._stack.callback(lambda: self._whole and self._whole.run(self._under_test.finish()))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def run(self, one: Case, seed: int = 0) -> CaseResult:
+        """One case, as :func:`run_case`."""
+        if self._whole is not None:
+            return self._whole.run(run_case(one, self._under_test, seed))
+        with self._runner() as runner:
+            return runner.run(run_case(one, self._under_test, seed))
+
+    def _runner(self) -> asyncio.Runner:
+        return asyncio.Runner(loop_factory=self._under_test.loop_factory)
 
 
 async def run_case(one: Case, under_test: BackendUnderTest, seed: int = 0) -> CaseResult:
     """Run one case on a fresh engine."""
     loop = asyncio.get_running_loop()
     began = loop.time()
-    task = asyncio.create_task(_attempt(one, under_test, seed))
+    notes: list[str] = []
+    task = asyncio.create_task(_attempt(one, under_test, seed, notes))
     await asyncio.wait({task}, timeout=under_test.case_deadline)
     if task.done():
         status, detail = _verdict(task)
@@ -64,8 +91,20 @@ async def run_case(one: Case, under_test: BackendUnderTest, seed: int = 0) -> Ca
         status, detail = Status.FAIL, f"not over after {under_test.case_deadline:g} s"
         task.cancel()
         await asyncio.wait({task}, timeout=under_test.deadlines.grace)
+    if status is Status.PASS:
+        detail = "; ".join(notes)
     capability = " ".join(one.capabilities)
     return CaseResult(one.name, one.level, capability, status, loop.time() - began, detail)
+
+
+def accepted(result: CaseResult, under_test: BackendUnderTest) -> bool:
+    """Whether a claim of conformance may stand with this result.
+
+    A case that found nothing to try is accepted only where the backend says so, and why.
+    """
+    if result.status is Status.NOT_RUN:
+        return result.case in under_test.expected_not_run
+    return result.status in (Status.PASS, Status.UNSUPPORTED)
 
 
 def write_matrix(results: Iterable[CaseResult], directory: Path | str, **about: str) -> Path:
@@ -77,25 +116,26 @@ def write_matrix(results: Iterable[CaseResult], directory: Path | str, **about: 
     return path
 
 
-async def _attempt(one: Case, under_test: BackendUnderTest, seed: int) -> Status:
+async def _attempt(one: Case, under_test: BackendUnderTest, seed: int, notes: list[str]) -> Status:
     if not __debug__:
         raise RuntimeError("the suite speaks through assert: run it without -O")
     engine = await under_test.start()
     replica = Replica(engine, name=under_test.name, deadlines=under_test.deadlines)
+    rig = Rig(under_test, engine, replica, random.Random(f"{seed}:{one.name}"))
     try:
         await replica.start()
-        rig = Rig(under_test, engine, replica, random.Random(f"{seed}:{one.name}"))
         try:
-            lacking = [c for c in one.capabilities if not ability(engine.capabilities, c)]
+            lacking = [c for c in one.capabilities if not ability(rig.caps, c)]
             if lacking:
                 await negative.refused(rig, lacking[0])
             else:
                 await one.run(rig)
-            await replica.check_invariants()
+            await rig.replica.check_invariants()
         finally:
+            notes.extend(rig.notes)
             await rig.close()
     finally:
-        await replica.close()
+        await rig.replica.close()
         await under_test.stop()
     return Status.UNSUPPORTED if lacking else Status.PASS
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import ClassVar
 
 from hotbunk.rollout.contract import Engine, Tag, TensorSpec
@@ -65,12 +66,23 @@ class BackendUnderTest(ABC):
     Without it each case has its own, so a case that hangs harms no other.
     """
 
+    expected_not_run: Mapping[str, str] = MappingProxyType({})
+    """Cases that have nothing to try here, each with the reason. Any other is a gap in the claim."""
+
     @abstractmethod
     async def start(self) -> Engine:
         """A fresh engine for one case, ready for :meth:`Engine.start`, which the suite calls.
 
         Whoever looks at "the engine" below looks at the last one started.
         """
+
+    async def check_options(self) -> None:
+        """Before the first case: build what a case would, and start nothing.
+
+        :raises UsageError: an option that cannot be meant.
+        """
+        await self.start()
+        await self.stop()
 
     async def stop(self) -> None:  # noqa: B027 - most have nothing left to do
         """The case is over and the engine was closed."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from hotbunk.cli.conformance import parse_settings
 from hotbunk.conformance.backends import DESCRIBED, under_test
-from hotbunk.conformance.case import all_cases
+from hotbunk.conformance.case import Level, all_cases
 from hotbunk.rollout.errors import BackendNotFound, ConfigError
+from hotbunk.rollout.options import parse_settings
 
 
 def hotbunk(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -52,6 +53,7 @@ def test_a_failure_is_exit_code_1_and_is_in_the_matrix(tmp_path: Path) -> None:
         (["--backend", "oracle", "--set", "stp_time=1"], "step_time"),
         (["--backend", "oracle", "--set", "step_time"], "key=value"),
         (["--backend", "oracle", "--level", "cor"], "did you mean 'core'"),
+        (["--level", "core"], "which backend"),
     ],
     ids=lambda it: it[-1] if isinstance(it, list) else "",
 )
@@ -79,3 +81,27 @@ def test_names_are_known() -> None:
     assert set(DESCRIBED) == {"hotbunk_http", "oracle", "reference", "vllm"}
     with pytest.raises(BackendNotFound, match="reference"):
         under_test("referense")
+
+
+def elsewhere(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-m", *command, "--backend", "oracle", "--level", "smoke"]
+    return subprocess.run(
+        arguments, check=False, text=True, capture_output=True, timeout=60, cwd=folder
+    )
+
+
+def test_it_runs_as_a_module(tmp_path: Path) -> None:
+    done = elsewhere(tmp_path, "hotbunk.conformance")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(all_cases(Level.SMOKE))} pass" in done.stdout
+
+
+def test_it_runs_under_pytest(tmp_path: Path) -> None:
+    """On an engine that keeps some promises and not others, so that both are seen."""
+    plugin = ["-p", "hotbunk.conformance.plugin", "--pyargs", "hotbunk.conformance"]
+    done = elsewhere(tmp_path, "pytest", "-rA", *plugin, "--set", "step_time=100.0")
+    assert done.returncode == 1, done.stdout + done.stderr
+    found = set(re.findall(r"^(?:PASSED|FAILED) \S+::(\w+)", done.stdout, re.MULTILINE))
+    assert found == {one.name for one in all_cases(Level.SMOKE)}
+    assert re.search(r"^PASSED \S+::emulations_say_how", done.stdout, re.MULTILINE)
+    assert re.search(r"^FAILED \S+::pause_keep", done.stdout, re.MULTILINE)

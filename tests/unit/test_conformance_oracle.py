@@ -1,4 +1,4 @@
-"""The oracle passes every core case, and refuses what it is told not to have."""
+"""The oracle passes every case, and refuses what it is told not to have."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from hotbunk.conformance.backends.oracle import OracleUnderTest
-from hotbunk.conformance.case import REGISTRY, Case, Level, Status, all_cases
-from hotbunk.conformance.negative import ATTEMPTS
+from hotbunk.conformance.case import REGISTRY, Case, Level, Status, all_cases, case
+from hotbunk.conformance.negative import ATTEMPTS, DIRECT
 from hotbunk.conformance.rig import Rig
-from hotbunk.conformance.runner import run, run_case, write_matrix
+from hotbunk.conformance.runner import accepted, run, run_case, write_matrix
 from hotbunk.conformance.under_test import BackendUnderTest
+from hotbunk.rollout.backends.oracle import OracleEngine, create
 from hotbunk.rollout.backends.oracle.options import ABILITIES
 
 CASES = all_cases()
@@ -27,9 +28,10 @@ def name(one: Case) -> str:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("one", CASES, ids=name)
-async def test_core(one: Case) -> None:
-    result = await run_case(one, OracleUnderTest())
-    assert result.status in PASSED, result.detail
+async def test_case(one: Case) -> None:
+    under_test = OracleUnderTest()
+    result = await run_case(one, under_test)
+    assert accepted(result, under_test), result.detail
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,50 @@ def test_almost_nothing_is_left_untried() -> None:
     statuses = {r.case: r.status for r in run(OracleUnderTest())}
     assert Counter(statuses.values())[Status.FAIL] == 0
     untried = {case for case, status in statuses.items() if status is Status.NOT_RUN}
-    assert untried <= {"groups_that_take_no_update", "the_engine_itself_refuses"}
+    assert untried == set(OracleUnderTest().expected_not_run)
+
+
+def test_each_level_has_its_own_cases_and_smoke_some_of_each() -> None:
+    levels = [Level.CORE, Level.COLOCATE, Level.SYNC, Level.FAULT]
+    parts = {level: [one.name for one in all_cases(level)] for level in levels}
+    assert sum(map(len, parts.values())) == len(CASES)
+    smoke = {one.level for one in all_cases(Level.SMOKE)}
+    assert smoke == set(levels)
+    assert len(all_cases(Level.SMOKE)) < len(CASES) / 4
+    for level in (Level.SMOKE, Level.ALL):
+        with pytest.raises(ValueError, match="selection"):
+            case(level=level)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("lacking", sorted(DIRECT.keys() & set(ABILITIES)))
+async def test_what_is_undeclared_and_done_all_the_same_is_found(lacking: str) -> None:
+    """The engine can do it, declares that it cannot, and does it for whoever asks."""
+
+    class Secretive(OracleUnderTest):
+        async def start(self) -> OracleEngine:
+            engine = await super().start()
+            honest = self.options["unsupported"]
+            self.engine = create(**{**self.options, "unsupported": []})
+            self.engine.capabilities = engine.capabilities
+            self.engine._require = lambda verb, able: None  # type: ignore[method-assign]
+            assert honest == [lacking]
+            return self.engine
+
+    one = next(c for c in CASES if lacking in c.capabilities)
+    result = await run_case(one, Secretive(unsupported=[lacking]))
+    assert result.status is Status.FAIL, result
+    assert "Unsupported was to be raised" in result.detail, result.detail
+
+
+@pytest.mark.anyio
+async def test_what_was_not_run_must_have_been_said() -> None:
+    under_test = OracleUnderTest()
+    result = await run_case(REGISTRY["groups_that_take_no_update"], under_test)
+    assert result.status is Status.NOT_RUN
+    assert accepted(result, under_test)
+    del under_test.expected_not_run["groups_that_take_no_update"]
+    assert not accepted(result, under_test)
 
 
 def test_every_capability_used_has_a_negative_run() -> None:
@@ -70,7 +115,7 @@ def test_cases_name_known_reports() -> None:
 
 
 def test_the_matrix_is_an_object_with_cases(tmp_path: Path) -> None:
-    results = run(OracleUnderTest(), Level.CORE)
+    results = run(OracleUnderTest())
     path = write_matrix(results, tmp_path / "out", backend="oracle")
     matrix = json.loads(path.read_text())
     assert matrix["backend"] == "oracle"

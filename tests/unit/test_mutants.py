@@ -1,182 +1,81 @@
-"""Every rule of the replica, broken once: the conformance suite must notice each time."""
+"""The suite must notice every broken rule and promise, by the case that is about it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hotbunk.conformance.backends.oracle_kit import first_failure
-from hotbunk.rollout.backends.oracle.engine import OracleEngine
-from hotbunk.rollout.contract import Retention
-from hotbunk.rollout.gate import CALLER, SLEEP, Gate
-from hotbunk.rollout.lifecycle import WEIGHT_RULES, Event, Residency, Weights
-from hotbunk.rollout.quiesce import EnginePauses
-from hotbunk.rollout.replica import Replica
-from hotbunk.rollout.updates import Updates
+from hotbunk.conformance.case import Level, Status, all_cases
+from hotbunk.conformance.mutants import Mutant, Patches, all_mutants, run, show
 
-Mutant = Callable[[pytest.MonkeyPatch], None]
-MUTANTS: dict[str, Mutant] = {}
+MUTANTS = all_mutants()
 
 
-def mutant(apply: Mutant) -> Mutant:
-    MUTANTS[apply.__name__] = apply
-    return apply
+def name(one: Mutant) -> str:
+    return one.name
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+@pytest.mark.parametrize("one", MUTANTS, ids=name)
+def test_the_case_that_is_about_it_notices(one: Mutant) -> None:
+    [kill] = run.hunt([one])
+    assert kill.case == one.killer, f"{kill.case or 'nobody'} noticed instead ({kill.detail})"
 
 
-@mutant
-def dirty_weights_serve(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(WEIGHT_RULES, (Weights.DIRTY, Event.GENERATE), Weights.DIRTY)  # type: ignore[misc]
+def test_each_says_what_is_broken() -> None:
+    assert len(MUTANTS) >= show.FEWEST
+    assert all(one.breaks for one in MUTANTS)
+    assert {one.killer for one in MUTANTS} <= {one.name for one in all_cases()}
 
 
-@mutant
-def empty_weights_serve(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(WEIGHT_RULES, (Weights.EMPTY, Event.GENERATE), Weights.EMPTY)  # type: ignore[misc]
+def test_some_are_noticed_at_each_level() -> None:
+    levels = {one.name: one.level for one in all_cases()}
+    found = {levels[one.killer] for one in MUTANTS}
+    assert found == {Level.CORE, Level.COLOCATE, Level.SYNC, Level.FAULT}
 
 
-@mutant
-def a_discard_resumes_as_content(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(WEIGHT_RULES, (Weights.DISCARDED, Event.RESUME), Weights.RESIDENT)  # type: ignore[misc]
+def test_one_that_lives_is_said_and_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harmless = Mutant("harmless", "Nothing.", "emulations_say_how", lambda patches: None, {})
+    few = [harmless, MUTANTS[0]]
+    monkeypatch.setattr(show, "all_mutants", lambda: few)
+    monkeypatch.setattr(run, "all_cases", lambda: all_cases(Level.SMOKE))
+    assert show.run_all(tmp_path / "out") == 1
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == "1 of 2 killed"
+    assert "LIVES" in said
+    written = json.loads((tmp_path / "out" / show.FILE).read_text())["mutants"]
+    assert [kill["case"] for kill in written] == ["", MUTANTS[0].killer]
 
 
-@mutant
-def released_weights_take_updates(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Residency, "check_offer", nothing)
+def test_a_case_that_fails_anyhow_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An oracle without time to make a token fails cases whether or not it is broken."""
+    options = {"step_time": 100.0}
+    idle = Mutant("idle", "Nothing.", "pause_keep", lambda patches: None, options)
+    monkeypatch.setattr(run, "all_cases", list)
+    assert run._try(all_cases(Level.CORE)[0], idle, 0).status is Status.FAIL
+    [kill] = run.hunt([idle])
+    assert not kill.killed
 
 
-@mutant
-def no_dirty_mark(patch: pytest.MonkeyPatch) -> None:
-    """Content counts as resident until the update commits."""
-    patch.setattr(Residency, "written", nothing)
-    patch.setitem(WEIGHT_RULES, (Weights.RESIDENT, Event.COMMIT), Weights.RESIDENT)  # type: ignore[misc]
-    patch.setitem(WEIGHT_RULES, (Weights.EMPTY, Event.COMMIT), Weights.RESIDENT)  # type: ignore[misc]
+def test_patches_are_taken_back() -> None:
+    class Base:
+        kept = 1
 
+    class Derived(Base):
+        own = 2
 
-@mutant
-def the_label_moves_first(patch: pytest.MonkeyPatch) -> None:
-    original = Residency.check_offer
-
-    def early(self: Residency, groups: Any, scope: Any, version: Any) -> None:
-        original(self, groups, scope, version)
-        self._newest.update(dict.fromkeys(groups, version))
-
-    patch.setattr(Residency, "check_offer", early)
-
-
-@mutant
-def a_discard_forgets_the_newest_version(patch: pytest.MonkeyPatch) -> None:
-    original = Residency.released
-
-    def forgetful(self: Residency, tags: Any, retention: Any) -> None:
-        original(self, tags, retention)
-        self._newest.clear()
-
-    patch.setattr(Residency, "released", forgetful)
-
-
-@mutant
-def a_wake_ends_a_callers_pause(patch: pytest.MonkeyPatch) -> None:
-    original = Replica._resume
-
-    async def rude(self: Replica, tags: Any) -> Any:
-        report = await original(self, tags)
-        self._gate.drop(CALLER)
-        return report
-
-    patch.setattr(Replica, "_resume", rude)
-
-
-@mutant
-def a_wake_leaves_sleeps_pause(patch: pytest.MonkeyPatch) -> None:
-    original = Gate.drop
-
-    def keep_asleep(self: Gate, owner: str) -> None:
-        if owner != SLEEP:
-            original(self, owner)
-
-    patch.setattr(Gate, "drop", keep_asleep)
-
-
-@mutant
-def any_resume_opens(patch: pytest.MonkeyPatch) -> None:
-    original = Gate.drop
-
-    def drop_all(self: Gate, owner: str) -> None:
-        for each in list(self.pauses):
-            if not each.startswith("verb"):
-                original(self, each)
-        original(self, owner)
-
-    patch.setattr(Gate, "drop", drop_all)
-
-
-@mutant
-def nobody_is_let_go(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Gate, "let_go", nothing)
-
-
-@mutant
-def frozen_requests_wait_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Gate, "freeze", nothing)
-
-
-@mutant
-def verbs_do_not_quiesce(patch: pytest.MonkeyPatch) -> None:
-    async def careless(self: EnginePauses, verb: str, deadline: Any) -> None:
-        return None
-
-    patch.setattr(EnginePauses, "quiesce", careless)
-    patch.setattr(OracleEngine, "_require_quiet", nothing)
-
-
-@mutant
-def the_same_version_is_believed(patch: pytest.MonkeyPatch) -> None:
-    """Skipped by its label, though there is no content under it."""
-    from hotbunk.rollout.contract import UpdateReport
-
-    async def gullible(self: Updates, groups: Any, scope: Any, version: Any) -> Any:
-        newest = [self._residency._newest.get(group) for group in groups]
-        return UpdateReport(version, skipped=True) if set(newest) == {version} else None
-
-    patch.setattr(Updates, "already_there", gullible)
-
-
-@mutant
-def unsupported_falls_back(patch: pytest.MonkeyPatch) -> None:
-    """A retention that is not declared is replaced in silence."""
-    original = Replica.release
-
-    async def fall_back(
-        self: Replica, tags: Any = None, *, retention: Any = Retention.DISCARD, **more: Any
-    ) -> Any:
-        if retention not in self.capabilities.retentions:
-            retention = Retention.DISCARD
-        return await original(self, tags, retention=retention, **more)
-
-    patch.setattr(Replica, "release", fall_back)
-
-
-@mutant
-def pins_do_not_outlast_a_pause(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Gate, "pinned_to_others", lambda self, version: [])
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "unsupported_falls_back": {"unsupported": ["retention.resident"]}
-}
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_mutant_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTANTS[name](monkeypatch)
-    assert first_failure(**OPTIONS.get(name, {})), "the suite passes although the rule is broken"
-
-
-@pytest.mark.parametrize("options", [{}, *OPTIONS.values()], ids=str)
-def test_nothing_is_caught_where_nothing_is_broken(options: dict[str, Any]) -> None:
-    assert not first_failure(**options)
+    table: dict[str, Any] = {"a": 1}
+    with Patches() as patches:
+        patches.setattr(Derived, "kept", 5)
+        patches.setattr(Derived, "own", 6)
+        patches.setattr(Derived, "new", 7)
+        patches.setitem(table, "a", 2)
+        patches.setitem(table, "b", 3)
+        patches.setitem(table, "b", 4)
+        assert (Derived.kept, Derived.own, table) == (5, 6, {"a": 2, "b": 4})
+    assert "kept" not in vars(Derived)
+    assert (Derived.kept, Derived.own, hasattr(Derived, "new"), table) == (1, 2, False, {"a": 1})

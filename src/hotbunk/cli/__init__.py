@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from hotbunk.conformance.command import conformance
+
 app = typer.Typer(
     name="hotbunk",
     help="One bunk, two crews: an RL trainer and a rollout engine take turns on the same memory.",
@@ -49,29 +51,7 @@ def train(
     run(overrides or [], show=show)
 
 
-@app.command()
-def conformance(
-    backend: Annotated[
-        str, typer.Option(help="Its name: oracle, reference, hotbunk_http or vllm.")
-    ],
-    out: Annotated[Path, typer.Option(help="The folder to write matrix.json into.")],
-    level: Annotated[str, typer.Option(help="How far the claim goes: core.")] = "core",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="An option of the backend; may be repeated."
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of what the cases draw.")] = 0,
-) -> None:
-    """Prove what a backend claims: run the conformance suite against it.
-
-    Prints a table and writes OUT/matrix.json. 0: nothing failed; what the backend declares
-    unsupported was refused, and changed nothing. 1: a case failed, or the suite itself did.
-    """
-    from hotbunk.cli.conformance import run
-
-    run(backend, level=level, settings=settings or [], seed=seed, out=out)
+app.command("conformance")(conformance)
 
 
 @app.command()

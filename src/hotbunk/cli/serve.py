@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import typer
 
-from hotbunk.cli.conformance import parse_settings
 from hotbunk.rollout import process
 from hotbunk.rollout.contract import Manifest, UpdateReport, Version
 from hotbunk.rollout.errors import ConfigError, HotbunkError, MissingExtra
 from hotbunk.rollout.fingerprint import KIND
 from hotbunk.rollout.handle import ReplicaHandle
+from hotbunk.rollout.options import parse_settings
 from hotbunk.rollout.process import ReplicaSpec
 from hotbunk.rollout.status import Deadlines
 from hotbunk.trainer_hooks.recipes.smollm2 import cache_root, ensure_smollm2

@@ -33,6 +33,13 @@ class OracleUnderTest(BackendUnderTest):
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.engine: OracleEngine
+        self.expected_not_run: dict[str, str] = {}
+        if options.get("gate") != "in_engine":
+            self.expected_not_run["the_engine_itself_refuses"] = (
+                "it makes tokens of whatever memory holds, so that a broken rule shows"
+            )
+        if set(options.get("fed", GROUPS)) == set(GROUPS):
+            self.expected_not_run["groups_that_take_no_update"] = "every group takes updates"
 
     async def start(self) -> OracleEngine:
         self.engine = create(**self.options)

@@ -7,10 +7,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
-from hotbunk.conformance.backends.oracle import OracleUnderTest
-from hotbunk.conformance.case import Status, all_cases
 from hotbunk.conformance.rig import Running
-from hotbunk.conformance.runner import run_case
 from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.rollout.backends.oracle import OracleEngine, create
 from hotbunk.rollout.backends.oracle.model import weights_at
@@ -57,16 +54,6 @@ async def load(
     """A full update to the weights of ``step``, labelled 0.step."""
     version = Version(0, step)
     return await replica.update_weights(kind(weights_at(step), version=version), version=version)
-
-
-def first_failure(**options: Any) -> str:
-    """The first core case that fails on an oracle with these options, or nothing. Blocks."""
-    for one in all_cases():
-        under_test = OracleUnderTest(**options)
-        with asyncio.Runner(loop_factory=under_test.loop_factory) as runner:
-            if runner.run(run_case(one, under_test)).status is Status.FAIL:
-                return one.name
-    return ""
 
 
 def now() -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from hotbunk.checkpoint_engine.source import specs_of
 from hotbunk.conformance.kit import (
+    distinct,
     greedy,
     make_adapter,
     make_model,
@@ -19,17 +20,22 @@ from hotbunk.conformance.kit import (
     save_model,
     save_tokenizer,
     text_of,
+    version_of,
 )
 from hotbunk.conformance.under_test import BackendUnderTest, Tensors
 from hotbunk.rollout.arena import Survival
 from hotbunk.rollout.backends.reference.engine import ReferenceEngine
 from hotbunk.rollout.contract import ADAPTER_PREFIX, TARGET, Engine, Tag
+from hotbunk.rollout.errors import ConfigError
 from hotbunk.rollout.kernels import as_bytes
 from hotbunk.rollout.registry import create_backend
 
 
 class ReferenceUnderTest(BackendUnderTest):
-    """Options go to the backend. ``family`` and ``tied`` choose the model."""
+    """Options go to the backend. ``family`` and ``tied`` choose the model, or ``model`` brings one.
+
+    The versions of a model that was brought are that model with noise: it is read, and not changed.
+    """
 
     name = "reference"
     prompts = (
@@ -41,17 +47,36 @@ class ReferenceUnderTest(BackendUnderTest):
     long_tokens = 300
     moment = 0.1
 
-    def __init__(self, *, family: str = "llama", tied: bool = False, **options: Any) -> None:
+    def __init__(
+        self, *, family: str = "llama", tied: bool = False, model: str | None = None, **options: Any
+    ) -> None:
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-conformance-")
-        self._disk = save_model(family, 0, Path(self._folder.name) / "model", tied=tied)
-        save_tokenizer(self._disk)
         self.engine: ReferenceEngine
+        self.expected_not_run = {"groups_that_take_no_update": "its one group takes updates"}
+        self._says = model is None
+        make = partial(make_model, family, tied=tied)
+        if model is None:
+            self._disk = save_model(family, 0, Path(self._folder.name) / "model", tied=tied)
+            save_tokenizer(self._disk)
+        else:
+            self._disk = Path(model)
+            if not (self._disk / "config.json").is_file():
+                raise ConfigError(f"{model} is no model directory: it has no config.json")
+            make = partial(version_of, self._disk)
+            tied = bool(make(0).config.tie_word_embeddings)
+            self.expected_not_run["stop_strings_end_a_response"] = "its tokenizer is not ours"
+        if not tied:
+            self.expected_not_run["tied_tensors"] = "this model ties nothing; tied=true does"
         # Goldens and weights are asked for again and again; they never change.
-        self._model = cache(lambda version: make_model(family, version, tied=tied))
+        self._model = cache(make)
         self._adapter = cache(lambda name, v: make_adapter(self._model(0), name, v))
         self._merged = cache(lambda v, name, av: merged(self._model(v), self._adapter(name, av)))
         self._golden = cache(lambda prompt, version, n: greedy(self._model(version), prompt, n))
+        if model is not None:
+            made = [[self.golden(p, v, self.tokens) for p in self.prompts] for v in range(4)]
+            if not distinct(made):
+                raise ConfigError(f"versions of {model} go on alike: nothing could be told apart")
 
     async def start(self) -> Engine:
         engine = create_backend("reference", model=str(self._disk), **self._options)
@@ -83,8 +108,8 @@ class ReferenceUnderTest(BackendUnderTest):
     def golden(self, prompt: Sequence[int], version: int, n: int) -> list[int]:
         return list(self._golden(tuple(prompt), version, n))
 
-    def text(self, tokens: Sequence[int]) -> str:
-        return text_of(tokens)
+    def text(self, tokens: Sequence[int]) -> str | None:
+        return text_of(tokens) if self._says else None
 
     def read_weight(self, name: str) -> bytes:
         runner = self.engine._runner

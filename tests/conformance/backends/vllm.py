@@ -88,6 +88,15 @@ class VllmUnderTest(BackendUnderTest):
         self._says = tokenizer
         if tokenizer:
             save_tokenizer(self._disk)
+        self.expected_not_run = {
+            "the_engine_itself_refuses": "the gate is vLLM's pause, not the engine's own refusal",
+            "positional_draws_continue": "its draws depend on the steps before; it declares so",
+            "groups_that_take_no_update": "there is one weight group, and it takes updates",
+        }
+        if not tied:
+            self.expected_not_run["tied_tensors"] = "this model ties nothing; tied=true does"
+        if not tokenizer:
+            self.expected_not_run["stop_strings_end_a_response"] = "it has no tokenizer"
         self._engine: Engine | None = None
         self._where: dict[str, Any] = {}
         # Goldens and weights are asked for again and again; they never change.

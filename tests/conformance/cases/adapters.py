@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hotbunk.conformance.case import case
+from hotbunk.conformance.case import Level, case
 from hotbunk.conformance.rig import Rig, check_aborted, check_spans, expect
 from hotbunk.conformance.transfers import FailedElsewhere, MemoryTransfer, RefusedElsewhere
 from hotbunk.rollout.contract import ADAPTER_PREFIX, Completion, PauseMode, Scope, Version
@@ -39,7 +39,7 @@ def _check(rig: Rig, done: Completion, base: int, version: int, name: str = NAME
     assert list(done.token_ids) == want, f"{list(done.token_ids)} and not {want}"
 
 
-@case(capability="adapter")
+@case(level=Level.SYNC, capability="adapter", smoke=True)
 async def adapters_serve_who_asks(rig: Rig) -> None:
     """With the adapter, its tokens; without, those of the base; two names never collide (L2)."""
     await rig.load(1)
@@ -58,7 +58,7 @@ async def adapters_serve_who_asks(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="adapter")
+@case(level=Level.SYNC, capability="adapter")
 async def adapters_need_their_base(rig: Rig) -> None:
     """Made over another base, or without half its tensors: refused, and no adapter appears (L3)."""
     await rig.load(2)
@@ -70,7 +70,7 @@ async def adapters_need_their_base(rig: Rig) -> None:
     await rig.check_golden(2)
 
 
-@case(capability="adapter pause.abort")
+@case(level=Level.FAULT, capability="adapter pause.abort")
 async def a_broken_adapter_poisons_itself_only(rig: Rig) -> None:
     """The base goes on, who waits for the base goes on waiting, a resend heals."""
     await rig.load(1)
@@ -91,7 +91,7 @@ async def a_broken_adapter_poisons_itself_only(rig: Rig) -> None:
     _check(rig, await rig.complete(prompt, adapter=NAME), 1, 2)
 
 
-@case(capability="adapter pause.abort release retention.backup")
+@case(level=Level.COLOCATE, capability="adapter pause.abort release retention.backup")
 async def adapters_survive_a_backup(rig: Rig) -> None:
     """A level-1 cycle brings base and adapter back (L1)."""
     await rig.load(1)
@@ -102,7 +102,7 @@ async def adapters_survive_a_backup(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="adapter")
+@case(level=Level.SYNC, capability="adapter")
 async def a_refused_adapter_changes_nothing(rig: Rig) -> None:
     """Another rank refuses, a new adapter or a resident one: nothing is made room for (L3)."""
     await rig.load(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hotbunk.conformance.case import case
+from hotbunk.conformance.case import Level, case
 from hotbunk.conformance.rig import Rig, check_aborted, expect
 from hotbunk.conformance.transfers import (
     HOSTILE,
@@ -50,7 +50,7 @@ async def _heal(rig: Rig, version: int) -> None:
     await rig.check_golden(version)
 
 
-@case()
+@case(level=Level.FAULT)
 async def hostile_senders(rig: Rig) -> None:
     """Short, corrupt, missing, overlapping or impossible buckets, early and late (N7, V8)."""
     version = 1
@@ -64,7 +64,7 @@ async def hostile_senders(rig: Rig) -> None:
             await _heal(rig, version)
 
 
-@case()
+@case(level=Level.FAULT)
 async def a_flipped_bit_is_named(rig: Rig) -> None:
     """One wrong bit anywhere is found, and the tensor is named (U1)."""
     await rig.load(1)
@@ -75,7 +75,7 @@ async def a_flipped_bit_is_named(rig: Rig) -> None:
     await _heal(rig, 2)
 
 
-@case()
+@case(level=Level.FAULT, smoke=True)
 async def sender_dies(rig: Rig) -> None:
     """Gone before the first byte: nothing changed. Gone later: poisoned (N7, B14)."""
     await rig.load(1)
@@ -88,7 +88,7 @@ async def sender_dies(rig: Rig) -> None:
     await _heal(rig, 2)
 
 
-@case()
+@case(level=Level.FAULT)
 async def sender_hangs(rig: Rig) -> None:
     """A deadline ends it; status answers meanwhile (B14, H11, N12)."""
     await rig.load(1)
@@ -103,7 +103,7 @@ async def sender_hangs(rig: Rig) -> None:
     await _heal(rig, 2)
 
 
-@case()
+@case(level=Level.FAULT)
 async def caller_gives_up(rig: Rig) -> None:
     """Cancelling an update in the middle leaves it DIRTY, not half-trusted."""
     await rig.load(1)
@@ -119,7 +119,7 @@ async def caller_gives_up(rig: Rig) -> None:
     await _heal(rig, 2)
 
 
-@case()
+@case(level=Level.FAULT, smoke=True)
 async def another_rank_fails(rig: Rig) -> None:
     """Every byte arrived here and the vote failed: poisoned all the same (N6, V8)."""
     await rig.load(1)
@@ -127,7 +127,7 @@ async def another_rank_fails(rig: Rig) -> None:
     await _heal(rig, 2)
 
 
-@case()
+@case(level=Level.FAULT)
 async def the_old_version_heals(rig: Rig) -> None:
     """A poisoned replica takes back the version it had, whole (N7)."""
     await rig.load(1)
@@ -135,7 +135,7 @@ async def the_old_version_heals(rig: Rig) -> None:
     await _heal(rig, 1)
 
 
-@case(capability="partial")
+@case(level=Level.FAULT, capability="partial")
 async def nothing_partial_heals(rig: Rig) -> None:
     """A poisoned replica is healed by a full resend only."""
     await rig.load(1)
@@ -147,7 +147,7 @@ async def nothing_partial_heals(rig: Rig) -> None:
     await _heal(rig, 3)
 
 
-@case(capability="release retention.backup")
+@case(level=Level.FAULT, capability="release retention.backup")
 async def half_written_weights_are_not_backed_up(rig: Rig) -> None:
     """Sleep and wake do not launder what an update left half-written."""
     await rig.load(1)
@@ -159,7 +159,7 @@ async def half_written_weights_are_not_backed_up(rig: Rig) -> None:
     await _heal(rig, 2)
 
 
-@case(capability="pause.keep")
+@case(level=Level.FAULT, capability="pause.keep")
 async def poison_frees_who_waits(rig: Rig) -> None:
     """Held and frozen requests of a poisoned replica end at once, with their tokens."""
     await rig.load(1)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from hotbunk.conformance.case import case
+from hotbunk.conformance.case import Level, case
 from hotbunk.conformance.rig import NotApplicable, Rig, expect
 from hotbunk.conformance.transfers import FailedElsewhere
 from hotbunk.rollout.contract import Cache, PauseMode, Support, TokenChunk, collect
 from hotbunk.rollout.errors import Unsupported, UpdateFailed, WeightsPoisoned
 
 
-@case(capability="gate.in_engine")
+@case(level=Level.FAULT, capability="gate.in_engine")
 async def the_engine_itself_refuses(rig: Rig) -> None:
     """Whoever asks, past the replica, too: no token from half-written weights."""
     await rig.load(1)
@@ -20,7 +20,7 @@ async def the_engine_itself_refuses(rig: Rig) -> None:
     await expect(WeightsPoisoned, collect(stream))
 
 
-@case(capability="delta")
+@case(level=Level.SYNC, capability="delta")
 async def deltas(rig: Rig) -> None:
     """Only its refusal is looked at: what a delta holds is the backend's own."""
     raise NotApplicable("nobody says what a delta looks like")
@@ -46,7 +46,7 @@ async def caches_are_reset_by_name(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case()
+@case(smoke=True)
 async def emulations_say_how(rig: Rig) -> None:
     """EMULATED and UNSUPPORTED come with a reason."""
     named = [

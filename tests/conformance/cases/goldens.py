@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from hotbunk.conformance.case import case
+from hotbunk.conformance.case import Level, case
 from hotbunk.conformance.rig import Rig, check_spans
 from hotbunk.rollout.contract import FinishReason, PauseMode, Retention, Tag, Version
 from hotbunk.rollout.fingerprint import KIND, fingerprint_bytes
 
 
-@case()
+@case(smoke=True)
 async def goldens_of_two_versions(rig: Rig) -> None:
     """Every update reaches every prompt (G12)."""
     for prompt in rig.ut.prompts:
@@ -19,7 +19,7 @@ async def goldens_of_two_versions(rig: Rig) -> None:
         await rig.check_golden(version)
 
 
-@case(capability="pause.abort release retention.backup")
+@case(level=Level.COLOCATE, capability="pause.abort release retention.backup")
 async def golden_after_a_backup_cycle(rig: Rig) -> None:
     """Sleep level 1 and wake: same weights, no update, serving is open again."""
     await rig.load(1)
@@ -29,7 +29,7 @@ async def golden_after_a_backup_cycle(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="pause.abort release retention.discard")
+@case(level=Level.COLOCATE, capability="pause.abort release retention.discard", smoke=True)
 async def golden_after_a_discard_cycle(rig: Rig) -> None:
     """Sleep level 2, wake the weights, update, wake the KV cache: the trainer's usual way (M3)."""
     await rig.load(1)
@@ -41,7 +41,7 @@ async def golden_after_a_discard_cycle(rig: Rig) -> None:
     await rig.check_golden(2)
 
 
-@case(capability="release_kv_cache")
+@case(level=Level.COLOCATE, capability="release_kv_cache", smoke=True)
 async def golden_after_a_kv_only_release(rig: Rig) -> None:
     """Weights do not notice that KV memory left and came back (K6)."""
     await rig.load(1)
@@ -58,7 +58,7 @@ async def golden_after_a_kv_only_release(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case()
+@case(level=Level.SYNC, smoke=True)
 async def bytes_are_the_ones_sent(rig: Rig) -> None:
     """Read past the engine's verbs, every tensor holds what the trainer sent (U1)."""
     for version in (1, 2):
@@ -68,7 +68,7 @@ async def bytes_are_the_ones_sent(rig: Rig) -> None:
                 assert rig.ut.read_weight(name) == content, f"{name} differs from what was sent"
 
 
-@case(capability="digest")
+@case(level=Level.SYNC, capability="digest")
 async def digest_reads_what_lies_there(rig: Rig) -> None:
     """The digest of every tensor equals the fingerprint of the bytes sent (U1)."""
     await rig.load(1)
@@ -79,7 +79,7 @@ async def digest_reads_what_lies_there(rig: Rig) -> None:
         assert said.values[spec.name] == fingerprint_bytes(content), f"{spec.name} differs"
 
 
-@case(capability="digest release retention.backup retention.discard")
+@case(level=Level.COLOCATE, capability="digest release retention.backup retention.discard")
 async def cycle_parity(rig: Rig) -> None:
     """After DISCARD and an update, *all* state equals that after BACKUP and the same update.
 
@@ -97,7 +97,7 @@ async def cycle_parity(rig: Rig) -> None:
     assert not differ, f"state that a discard lost or changed: {differ}"
 
 
-@case()
+@case(level=Level.SYNC, smoke=True)
 async def no_kv_outlives_its_weights(rig: Rig) -> None:
     """A prompt that was cached under one version is computed anew under the next (C1)."""
     await rig.load(1)
@@ -109,7 +109,7 @@ async def no_kv_outlives_its_weights(rig: Rig) -> None:
     rig.check_tokens(done, prompt, 2)
 
 
-@case(capability="pause.keep")
+@case(level=Level.SYNC, capability="pause.keep", smoke=True)
 async def kept_request_continues_under_new_weights(rig: Rig) -> None:
     """keep, update, resume: what was said stands, and the rest is what the new weights make of it.
 
@@ -140,7 +140,7 @@ async def kept_request_continues_under_new_weights(rig: Rig) -> None:
     )
 
 
-@case(capability="pause.keep")
+@case(level=Level.SYNC, capability="pause.keep")
 async def new_requests_never_share_stale_kv(rig: Rig) -> None:
     """clear_cache=False is about requests in flight: a new one with the same prefix (C2)."""
     await rig.load(1)

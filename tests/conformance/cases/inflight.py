@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from hotbunk.conformance.case import case
+from hotbunk.conformance.case import Level, case
 from hotbunk.conformance.rig import Rig, expect
 from hotbunk.rollout.contract import FinishReason, PauseMode, Tag
 from hotbunk.rollout.errors import RequestsInFlight
 
 
-@case(capability="release")
+@case(level=Level.COLOCATE, capability="release")
 async def release_waits_or_refuses(rig: Rig) -> None:
     """With steps running at the deadline: RequestsInFlight, nothing released, all go on (K1, K5)."""
     await rig.load(1)
@@ -28,7 +28,7 @@ async def release_waits_or_refuses(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="release_kv_cache pause.wait")
+@case(level=Level.COLOCATE, capability="release_kv_cache pause.wait")
 async def kv_release_drains_first(rig: Rig) -> None:
     """Given time, a KV release waits for what runs, and holds what comes (K1, K2)."""
     await rig.load(1)
@@ -46,7 +46,7 @@ async def kv_release_drains_first(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="pause.keep keep_release release_kv_cache")
+@case(level=Level.COLOCATE, capability="pause.keep keep_release release_kv_cache")
 async def frozen_requests_survive_a_kv_release(rig: Rig) -> None:
     """Frozen requests lose their KV and are recomputed: the result is the uninterrupted one (C3)."""
     await rig.load(1)
@@ -64,7 +64,7 @@ async def frozen_requests_survive_a_kv_release(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="pause.keep keep_release release retention.backup")
+@case(level=Level.COLOCATE, capability="pause.keep keep_release release retention.backup")
 async def frozen_requests_survive_a_sleep(rig: Rig) -> None:
     """The same over sleep(1, mode=keep) and a wake."""
     await rig.load(1)
@@ -78,7 +78,7 @@ async def frozen_requests_survive_a_sleep(rig: Rig) -> None:
     rig.check_tokens(done, rig.ut.prompts[0], 1)
 
 
-@case(capability="pause.keep keep_release release_kv_cache")
+@case(level=Level.SYNC, capability="pause.keep keep_release release_kv_cache")
 async def frozen_requests_meet_new_weights_and_new_kv(rig: Rig) -> None:
     """keep, KV out, update, KV in: the rest is what the new weights make of the prefix (C3)."""
     await rig.load(1)
@@ -96,7 +96,7 @@ async def frozen_requests_meet_new_weights_and_new_kv(rig: Rig) -> None:
     assert rest == rig.ut.golden([*prompt, *kept], 2, len(rest))
 
 
-@case(capability="pause.abort release")
+@case(level=Level.COLOCATE, capability="pause.abort release", smoke=True)
 async def sleep_aborts_and_releases(rig: Rig) -> None:
     """sleep under load: partial tokens arrive, memory goes, no request is lost (K1, M7)."""
     await rig.load(1)
@@ -113,7 +113,7 @@ async def sleep_aborts_and_releases(rig: Rig) -> None:
     await rig.check_golden(2)
 
 
-@case()
+@case(level=Level.SYNC)
 async def updates_wait_for_what_runs(rig: Rig) -> None:
     """An update without a pause drains first: old requests are all old, new ones all new (H1)."""
     await rig.load(1)
@@ -128,7 +128,7 @@ async def updates_wait_for_what_runs(rig: Rig) -> None:
     assert not (await rig.replica.status()).is_paused, "the update left its pause behind"
 
 
-@case(capability="pause.abort")
+@case(level=Level.SYNC, capability="pause.abort")
 async def resume_waits_for_an_update(rig: Rig) -> None:
     """A caller's resume in the middle of an update opens nothing before it ends (H1)."""
     await rig.load(1)
@@ -141,7 +141,7 @@ async def resume_waits_for_an_update(rig: Rig) -> None:
     rig.check_tokens(await held.result(), rig.ut.prompts[0], 2)
 
 
-@case(capability="pause.keep keep_release keep_kv release_kv_cache")
+@case(level=Level.COLOCATE, capability="pause.keep keep_release keep_kv release_kv_cache")
 async def frozen_requests_get_their_kv_back(rig: Rig) -> None:
     """keep_kv: what is frozen goes on with the KV it had, and the report counts it (C9)."""
     await rig.load(1)
@@ -162,7 +162,7 @@ async def frozen_requests_get_their_kv_back(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="pause.keep keep_release keep_kv release retention.backup")
+@case(level=Level.COLOCATE, capability="pause.keep keep_release keep_kv release retention.backup")
 async def frozen_requests_get_their_kv_back_with_the_weights(rig: Rig) -> None:
     """The same over a sleep to a backup: another model has the device meanwhile."""
     await rig.load(1)
@@ -177,7 +177,7 @@ async def frozen_requests_get_their_kv_back_with_the_weights(rig: Rig) -> None:
     rig.check_tokens(done, rig.ut.prompts[0], 1)
 
 
-@case(capability="pause.keep keep_release keep_kv release_kv_cache")
+@case(level=Level.SYNC, capability="pause.keep keep_release keep_kv release_kv_cache")
 async def saved_kv_dies_with_its_weights(rig: Rig) -> None:
     """An update between release and resume: the rest is what new weights make of it (C1, C3)."""
     await rig.load(1)
@@ -195,7 +195,7 @@ async def saved_kv_dies_with_its_weights(rig: Rig) -> None:
     assert rest == rig.ut.golden([*prompt, *kept], 2, len(rest)), "KV of older weights was read"
 
 
-@case(capability="pause.keep keep_release keep_kv release_kv_cache")
+@case(level=Level.COLOCATE, capability="pause.keep keep_release keep_kv release_kv_cache")
 async def a_release_without_keep_drops_saved_kv(rig: Rig) -> None:
     """The stricter of two releases holds: the KV is lost, counted, and computed again."""
     await rig.load(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hotbunk.conformance.case import case
+from hotbunk.conformance.case import Level, case
 from hotbunk.conformance.rig import Rig, check_aborted, expect
 from hotbunk.rollout.contract import FinishReason, PauseMode, Tag
 from hotbunk.rollout.errors import SessionError
@@ -21,7 +21,7 @@ async def _held(rig: Rig) -> None:
     rig.check_tokens(await new.result(), prompt, 1)
 
 
-@case(capability="pause.abort")
+@case(capability="pause.abort", smoke=True)
 async def pause_abort(rig: Rig) -> None:
     """abort ends what runs, with its partial tokens; new requests are held (H3, V5, K1, H4)."""
     await rig.load(1)
@@ -56,7 +56,7 @@ async def pause_wait(rig: Rig) -> None:
     rig.check_tokens(await late.result(), rig.ut.prompts[2], 1)
 
 
-@case(capability="pause.keep")
+@case(capability="pause.keep", smoke=True)
 async def pause_keep(rig: Rig) -> None:
     """keep freezes what runs and goes on where it stood; new requests are held (V12)."""
     await rig.load(1)
@@ -183,7 +183,7 @@ async def resume_during_a_drain(rig: Rig) -> None:
     rig.check_tokens(await running.result(), rig.ut.prompts[0], 1)
 
 
-@case(capability="pause.abort")
+@case(capability="pause.abort", smoke=True)
 async def owners_do_not_open_for_each_other(rig: Rig) -> None:
     """Generation is open when no owner holds a pause (H21)."""
     await rig.load(1)
@@ -201,7 +201,7 @@ async def owners_do_not_open_for_each_other(rig: Rig) -> None:
     rig.check_tokens(await new.result(), rig.ut.prompts[0], 2)
 
 
-@case(capability="pause.abort release")
+@case(level=Level.COLOCATE, capability="pause.abort release")
 async def callers_pause_survives_a_wake(rig: Rig) -> None:
     """wake undoes sleep's pause and no other (H17)."""
     await rig.load(1)
@@ -219,7 +219,7 @@ async def callers_pause_survives_a_wake(rig: Rig) -> None:
     rig.check_tokens(await new.result(), rig.ut.prompts[0], 1)
 
 
-@case(capability="pause.abort release")
+@case(level=Level.COLOCATE, capability="pause.abort release")
 async def sleep_survives_a_callers_resume(rig: Rig) -> None:
     """A caller's resume undoes the caller's pause and not sleep's."""
     await rig.load(1)
@@ -237,7 +237,7 @@ async def sleep_survives_a_callers_resume(rig: Rig) -> None:
     rig.check_tokens(await new.result(), rig.ut.prompts[0], 1)
 
 
-@case(capability="pause.abort")
+@case(level=Level.COLOCATE, capability="pause.abort")
 async def sleep_level_0_is_a_pause(rig: Rig) -> None:
     """Level 0 releases nothing; wake opens again."""
     await rig.load(1)

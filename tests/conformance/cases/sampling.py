@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from hotbunk.conformance.case import case
+from hotbunk.conformance.case import Level, case
 from hotbunk.conformance.rig import (
     NotApplicable,
     Rig,
@@ -158,7 +158,7 @@ async def positional_draws_continue(rig: Rig) -> None:
             assert rest.token_ids == whole[cut:], f"{rest.token_ids} and not {whole[cut:]}"
 
 
-@case(capability="pause.keep")
+@case(level=Level.SYNC, capability="pause.keep")
 async def a_pinned_request_is_made_by_its_version_alone(rig: Rig) -> None:
     """Frozen over an update it ends, with what it has; held over one it is refused (V6, V7)."""
     await rig.load(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hotbunk.conformance.case import case
+from hotbunk.conformance.case import Level, case
 from hotbunk.conformance.rig import NotApplicable, Rig, expect
 from hotbunk.rollout.contract import Retention, Tag
 from hotbunk.rollout.errors import KVNotResident, UnknownTag, WeightsNotLoaded
@@ -59,7 +59,7 @@ async def walk_discard(rig: Rig) -> None:
     await _walk(rig, Retention.DISCARD)
 
 
-@case(capability="release retention.backup")
+@case(capability="release retention.backup", smoke=True)
 async def walk_backup(rig: Rig) -> None:
     """Every subset of tags, backed up and resumed, twice each (A5, M9)."""
     await _walk(rig, Retention.BACKUP)
@@ -71,7 +71,7 @@ async def walk_resident(rig: Rig) -> None:
     await _walk(rig, Retention.RESIDENT)
 
 
-@case(capability="pause.abort release retention.discard")
+@case(capability="pause.abort release retention.discard", smoke=True)
 async def discarded_weights_never_serve(rig: Rig) -> None:
     """Level 2, wake everything, no update: an error, never tokens (G1, G2)."""
     await rig.load(1)
@@ -128,7 +128,7 @@ async def no_tokens_without_kv(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="pause.abort release retention.backup")
+@case(level=Level.COLOCATE, capability="pause.abort release retention.backup")
 async def backups_are_given_back(rig: Rig) -> None:
     """Ten level-1 cycles: memory and host memory are flat, one copy at most (M9, M16)."""
     await rig.load(1)
@@ -144,7 +144,7 @@ async def backups_are_given_back(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="pause.abort release retention.discard")
+@case(level=Level.COLOCATE, capability="pause.abort release retention.discard")
 async def discard_takes_no_host_memory(rig: Rig) -> None:
     """Weights that will be overwritten are not copied (M17)."""
     if rig.ut.host_backup() is None:
@@ -156,7 +156,7 @@ async def discard_takes_no_host_memory(rig: Rig) -> None:
     assert rig.ut.host_backup() == 0, f"{rig.ut.host_backup()} bytes of backups"
 
 
-@case(capability="release")
+@case(level=Level.COLOCATE, capability="release")
 async def release_reports_what_it_freed(rig: Rig) -> None:
     """The report, the memory verb and the device agree (M10, M12)."""
     await rig.load(1)
@@ -172,7 +172,7 @@ async def release_reports_what_it_freed(rig: Rig) -> None:
     assert report.measured_by in ("process", "device", "accounting")
 
 
-@case()
+@case(smoke=True)
 async def bad_tags_change_nothing(rig: Rig) -> None:
     """An unknown tag or a bare string is an error on every verb that takes tags (F7)."""
     await rig.load(1)

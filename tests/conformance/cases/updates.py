@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from hotbunk.conformance.case import case
+from hotbunk.conformance.case import Level, case
 from hotbunk.conformance.rig import NotApplicable, Rig, expect
 from hotbunk.conformance.transfers import MemoryTransfer, RefusedElsewhere, untied, without
 from hotbunk.conformance.under_test import Tensors
@@ -38,7 +38,7 @@ async def _refused(rig: Rig, error: type[UpdateRefused], transfer: MemoryTransfe
     return raised
 
 
-@case()
+@case(level=Level.SYNC)
 async def any_bucket_size(rig: Rig) -> None:
     """Tensors larger than a bucket, odd sizes, empty and 0-d tensors: all arrive (B1, B2, G10)."""
     for n, size in enumerate(rig.ut.bucket_sizes, 1):
@@ -53,7 +53,7 @@ async def any_bucket_size(rig: Rig) -> None:
         await rig.check_golden(n)
 
 
-@case()
+@case(level=Level.SYNC)
 async def order_of_names_does_not_matter(rig: Rig) -> None:
     """Tensors in any order make the same weights."""
     tensors = list(rig.ut.weights(1))
@@ -62,7 +62,7 @@ async def order_of_names_does_not_matter(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case()
+@case(level=Level.SYNC)
 async def without_fingerprints(rig: Rig) -> None:
     """A sender that sends none is taken at its word, and the report says so."""
     report = await rig.send(rig.transfer(1, fingerprint="none"))
@@ -72,7 +72,7 @@ async def without_fingerprints(rig: Rig) -> None:
     await rig.check_golden(2)
 
 
-@case()
+@case(level=Level.SYNC)
 async def updating_many_times(rig: Rig) -> None:
     """The fifth update is as good as the first: post-load runs once for each (G7, G8, G9)."""
     for version in range(1, 6):
@@ -80,7 +80,7 @@ async def updating_many_times(rig: Rig) -> None:
     await rig.check_golden(5)
 
 
-@case()
+@case(level=Level.SYNC, smoke=True)
 async def same_version_is_skipped(rig: Rig) -> None:
     """The resident version again: verified, no transfer, the sender is told (H19)."""
     await rig.load(1)
@@ -91,7 +91,7 @@ async def same_version_is_skipped(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="pause.abort release retention.discard")
+@case(level=Level.SYNC, capability="pause.abort release retention.discard")
 async def same_version_is_sent_where_content_is_missing(rig: Rig) -> None:
     """After a discard, the same version is sent: replicas are woken that way (H19)."""
     await rig.load(1)
@@ -103,7 +103,7 @@ async def same_version_is_sent_where_content_is_missing(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case()
+@case(level=Level.SYNC)
 async def versions_only_rise(rig: Rig) -> None:
     """A lower step is refused, a new incarnation is not (V11, V16)."""
     await rig.load(3)
@@ -119,7 +119,7 @@ async def versions_only_rise(rig: Rig) -> None:
     assert {span.version for span in done.spans} == {back}
 
 
-@case(capability="release retention.discard")
+@case(level=Level.SYNC, capability="release retention.discard")
 async def a_discard_does_not_open_the_door(rig: Rig) -> None:
     """A stale sender does not get in through an empty engine (V11)."""
     await rig.load(3)
@@ -130,7 +130,7 @@ async def a_discard_does_not_open_the_door(rig: Rig) -> None:
     await rig.check_golden(4)
 
 
-@case(capability="release")
+@case(level=Level.SYNC, capability="release")
 async def released_weights_take_no_update(rig: Rig) -> None:
     """WeightsNotResident before any byte moves, after every retention (G13)."""
     await rig.load(1)
@@ -174,7 +174,7 @@ def _incomplete(tensors: Tensors) -> Tensors:
     return tensors[1:]
 
 
-@case()
+@case(level=Level.SYNC, smoke=True)
 async def bad_offers_are_refused(rig: Rig) -> None:
     """Unknown, missing, doubled or misshapen tensors: refused whole (B16, G19, G22, G24)."""
     await rig.load(1)
@@ -193,7 +193,7 @@ async def bad_offers_are_refused(rig: Rig) -> None:
     await rig.check_golden(2)
 
 
-@case()
+@case(level=Level.SYNC)
 async def bad_offers_name_the_names(rig: Rig) -> None:
     """The error lists what is missing or unknown (G22)."""
     tensors = rig.ut.weights(1)
@@ -203,7 +203,7 @@ async def bad_offers_name_the_names(rig: Rig) -> None:
     assert unknown.names == ("no.such.weight",), f"the error names {unknown.names}"
 
 
-@case()
+@case(level=Level.SYNC)
 async def refused_by_another_rank(rig: Rig) -> None:
     """One rank refuses: no rank writes (N6)."""
     await rig.load(1)
@@ -211,7 +211,7 @@ async def refused_by_another_rank(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case()
+@case(level=Level.SYNC)
 async def label_and_offer_must_agree(rig: Rig) -> None:
     """An offer of another version or scope than asked for is refused (V10)."""
     await rig.load(1)
@@ -221,7 +221,7 @@ async def label_and_offer_must_agree(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="partial")
+@case(level=Level.SYNC, capability="partial")
 async def partial_updates(rig: Rig) -> None:
     """Some tensors over the resident base; the rest stays (B17)."""
     await rig.load(1)
@@ -241,7 +241,7 @@ async def partial_updates(rig: Rig) -> None:
             assert rig.ut.read_weight(spec.name) == content, f"{spec.name} is wrong"
 
 
-@case(capability="partial")
+@case(level=Level.SYNC, capability="partial")
 async def partial_updates_need_their_base(rig: Rig) -> None:
     """Another base, no base, unknown names or none at all: refused (B17)."""
     await rig.load(2)
@@ -255,7 +255,7 @@ async def partial_updates_need_their_base(rig: Rig) -> None:
     await rig.check_golden(2)
 
 
-@case(capability="partial release retention.discard")
+@case(level=Level.SYNC, capability="partial release retention.discard")
 async def nothing_partial_over_nothing(rig: Rig) -> None:
     """After a discard, only a full update will do (G22)."""
     await rig.load(1)
@@ -268,7 +268,7 @@ async def nothing_partial_over_nothing(rig: Rig) -> None:
     await rig.check_golden(2)
 
 
-@case()
+@case(level=Level.SYNC)
 async def tied_tensors(rig: Rig) -> None:
     """One name is enough; both with equal content are fine; different contents are not (G18)."""
     tensors = rig.ut.weights(1)
@@ -296,7 +296,7 @@ async def tied_tensors(rig: Rig) -> None:
     await rig.check_golden(3)
 
 
-@case()
+@case(level=Level.SYNC)
 async def ties_that_the_engine_does_not_have(rig: Rig) -> None:
     """One content for several names reaches them all, whether or not the engine ties them (G18)."""
     tensors = rig.ut.weights(1)
@@ -319,7 +319,7 @@ async def ties_that_the_engine_does_not_have(rig: Rig) -> None:
     await rig.check_golden(2)
 
 
-@case()
+@case(level=Level.SYNC)
 async def groups_that_take_no_update(rig: Rig) -> None:
     """A group the backend declares unfeedable: UnsupportedTarget, never silence (G16)."""
     unfed = [group for group, feedable in rig.caps.groups.items() if not feedable]

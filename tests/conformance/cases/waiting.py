@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from hotbunk.conformance.case import case
+from hotbunk.conformance.case import Level, case
 from hotbunk.conformance.rig import Rig, check_aborted, expect
 from hotbunk.rollout.contract import FinishReason, PauseMode, Sampling, Version
 from hotbunk.rollout.errors import ReplicaRejecting, RequestRejected, UsageError
@@ -129,7 +129,7 @@ async def dropping_the_stream_ends_the_request(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case()
+@case(level=Level.SYNC)
 async def a_pinned_version_is_served_or_refused(rig: Rig) -> None:
     """A request pinned to a version starts under that version only."""
     await rig.load(1)

@@ -7,16 +7,10 @@ import pytest
 from hotbunk.conformance.backends.vllm import VllmUnderTest
 from hotbunk.conformance.case import Case, Status, ability, all_cases
 from hotbunk.conformance.kit import distinct
-from hotbunk.conformance.runner import run_case
+from hotbunk.conformance.runner import accepted, run_case
 
 pytestmark = pytest.mark.anyio
 
-NOT_RUN = {
-    "the_engine_itself_refuses": "the gate is vLLM's pause, not the engine's own refusal",
-    "positional_draws_continue": "vLLM's draws depend on the steps before, and it declares so",
-    "groups_that_take_no_update": "there is one weight group, and it takes updates",
-    "tied_tensors": "this model ties nothing",
-}
 # Nothing of this is mapped yet; whatever else a case needs, vLLM must have.
 MISSING = {
     "adapter",
@@ -44,7 +38,7 @@ async def _check(one: Case, under_test: VllmUnderTest) -> None:
     if result.status is Status.UNSUPPORTED:
         assert MISSING & set(one.capabilities), f"refused, though it needs {one.capabilities}"
     elif result.status is Status.NOT_RUN:
-        assert one.name in NOT_RUN or MISSING & set(one.capabilities), result.detail
+        assert accepted(result, under_test) or MISSING & set(one.capabilities), result.detail
     else:
         assert result.status is Status.PASS, result.detail
 

@@ -1,0 +1,130 @@
+"""``hotbunk conformance`` and ``python -m hotbunk.conformance``. Imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from hotbunk.conformance.under_test import BackendUnderTest
+
+URL_BACKEND = "hotbunk_http"  # what is described for servers that already run
+
+
+def conformance(
+    backend: Annotated[
+        str | None,
+        typer.Option(help="Its name: oracle, reference, vllm, or what a package brings."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write matrix.json (or mutants.json) into.")
+    ] = None,
+    level: Annotated[
+        str, typer.Option(help="smoke, core, colocate, sync, fault, or all of them.")
+    ] = "all",
+    model: Annotated[
+        Path | None, typer.Option(help="A model directory to try it with; default: a tiny one.")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="A server that already runs.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="An option of the backend; may be repeated."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of what the cases draw.")] = 0,
+    mutants: Annotated[
+        bool,
+        typer.Option("--mutants", help="Try the suite itself: does it notice what is broken?"),
+    ] = False,
+) -> None:
+    """Prove what a backend claims: run the conformance suite against it.
+
+    Prints a table and writes OUT/matrix.json. 0: nothing failed; what the backend declares
+    unsupported was refused, and changed nothing; what was not run, it said beforehand. 1: a case
+    failed, or the suite itself did. With --mutants: 0 if every broken engine was found out.
+    """
+    from hotbunk.rollout.errors import UsageError
+    from hotbunk.rollout.options import parse_settings
+
+    if mutants:
+        from hotbunk.conformance.mutants.show import run_all
+
+        sys.exit(run_all(out))
+    options: dict[str, Any] = parse_settings(settings or [])
+    if url is not None:
+        backend, options = backend or URL_BACKEND, {"url": url, **options}
+    if model is not None:
+        options = {"model": str(model), **options}
+    if backend is None:
+        raise UsageError("which backend?", remedy="--backend NAME, --url URL, or --mutants")
+    sys.exit(_run(backend, options, level, seed, out))
+
+
+def described(backend: str, options: dict[str, Any]) -> BackendUnderTest:
+    """The backend's description; an option that cannot be meant is said once, not in each case.
+
+    :raises UsageError: what was asked for cannot be meant.
+    """
+    import asyncio
+
+    from hotbunk.conformance.backends import under_test
+
+    # transformers draws one while it saves a model of a few kilobytes.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    found = under_test(backend, **options)
+    with asyncio.Runner(loop_factory=found.loop_factory) as runner:
+        runner.run(found.check_options())
+    return found
+
+
+def level_of(name: str) -> Any:
+    """:raises ConfigError: there is no such level."""
+    from hotbunk.conformance.case import Level
+    from hotbunk.rollout.errors import ConfigError, closest
+
+    known = [one.value for one in Level]
+    if name not in known:
+        raise ConfigError(f"no level {name!r}{closest(name, known)}", remedy=f"there are {known}")
+    return Level(name)
+
+
+def _run(backend: str, options: dict[str, Any], level: str, seed: int, out: Path | None) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from hotbunk import __version__
+    from hotbunk.conformance.case import all_cases
+    from hotbunk.conformance.runner import accepted, run, write_matrix
+    from hotbunk.conformance.show import show
+
+    wanted = level_of(level)
+    found = described(backend, options)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(backend, total=len(all_cases(wanted)))
+        results = run(found, wanted, seed, tell=lambda result: progress.advance(task))
+    console = Console()
+    show(console, found, results)
+    if out is not None:
+        path = write_matrix(
+            results, out, backend=backend, level=level, seed=str(seed), hotbunk=__version__
+        )
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    return 0 if all(accepted(result, found) for result in results) else 1
+
+
+def main() -> None:
+    """``python -m hotbunk.conformance``. 2: what was asked for cannot be meant. 1: it failed."""
+    from hotbunk.rollout.errors import HotbunkError, UsageError
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(conformance)
+    try:
+        app()
+    except HotbunkError as error:
+        typer.secho(f"hotbunk: {error}", err=True, fg=typer.colors.RED)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
