@@ -108,8 +108,9 @@ class Fleet:
         return list(await asyncio.gather(*(h.status() for h in self.replicas)))
 
     async def newest_version(self) -> Version | None:
-        """The highest version any replica holds: where a restarted trainer continues."""
-        held = [v for s in await self.statuses() for v in s.versions.values()]
+        """The highest version any replica ever committed: where a restarted trainer continues."""
+        said = await self.statuses()
+        held = [v for s in said for v in (*s.versions.values(), *s.newest.values())]
         return max(held, default=None)
 
     # -- the single steps, for loops that sync in their own way -------------------------------

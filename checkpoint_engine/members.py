@@ -120,8 +120,9 @@ class Members:
         version = status.versions.get(TARGET)
         serves = status.health is Health.OK and status.servable and not status.is_paused
         self._serves[status.name] = version if serves else None
-        if version is not None and (self.current is None or version > self.current):
-            self.current = version
+        newest = max((v for v in (version, status.newest.get(TARGET)) if v), default=None)
+        if newest is not None and (self.current is None or newest > self.current):
+            self.current = newest
 
     def ended(self, run: Run, version: Version | None) -> None:
         """A sync ended for a replica; ``version`` of its weights, None if they were no part of it."""

@@ -304,6 +304,10 @@ class Residency:
         # A copy: an engine's own record is read while its thread adds an adapter.
         return {n: s.version for n, s in self.groups.copy().items() if s.version is not None}
 
+    def newest(self) -> dict[str, Version]:
+        """The newest version each group ever committed, also where its content is gone."""
+        return self._newest.copy()
+
     def mapped(self) -> frozenset[Tag]:
         """Tags whose memory is wholly on the device."""
         off = {Weights.BACKED_UP, Weights.DISCARDED}

@@ -372,6 +372,7 @@ class Replica:
             is_sleeping=SLEEP in self._gate.pauses,
             servable=state.servable() and not self._lost,
             backend=said,
+            newest=state.newest(),
         )
 
     async def _backend_status(self) -> BackendStatus:

@@ -40,7 +40,11 @@ class PauseInfo(msgspec.Struct, frozen=True):
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
-    """One coherent snapshot of what a replica knows, and what its engine answered."""
+    """One coherent snapshot of what a replica knows, and what its engine answered.
+
+    ``newest``: the newest version each group ever committed, also where its content is gone: a
+    sender that comes back must not fall behind it.
+    """
 
     name: str
     health: Health
@@ -54,6 +58,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     is_sleeping: bool
     servable: bool
     backend: BackendStatus
+    newest: Mapping[str, Version] = msgspec.field(default_factory=dict)
 
 
 class TimelineEvent(msgspec.Struct, frozen=True):

@@ -143,6 +143,27 @@ async def test_a_manager_that_returns_goes_on_from_what_replicas_hold_v11() -> N
         assert returned.version == Version(2, 3)
 
 
+async def test_a_manager_that_returns_to_replicas_without_content_does_not_fall_behind_v11() -> (
+    None
+):
+    """All are poisoned, or asleep for good: what they once committed counts, and nobody is routable."""
+    broken = ("update/verify", Fault(Action.RAISE, RuntimeError("a kernel broke")))
+    async with pool(dict.fromkeys(range(3), broken)) as (manager, handles):
+        with pytest.raises(errors.SyncFailed):
+            await manager.update_weights(Weights(9), Version(0, 9))
+        for sleeps in (False, True):
+            if sleeps:
+                for handle in handles:
+                    await handle.sleep(2)
+            returned = CheckpointEngineManager(handles, Carrier(), deployment=Deployment.HYBRID)
+            assert await returned.adopt() == Version(0, 1)
+            assert await returned.newest_version() == Version(0, 1)
+            assert returned.routable() == ()
+            assert returned.next_version(1) == Version(1, 1)
+        assert (await returned.update_weights(Weights(1), Version(1, 1))).ok
+        assert named(returned) == ["r0", "r1", "r2"]
+
+
 async def test_only_the_newest_of_waiting_syncs_is_made_u3() -> None:
     slow = {0: ("update/commit", Fault(Action.DELAY, seconds=20.0))}
     async with pool(slow) as (manager, _):
