@@ -9,6 +9,7 @@ import gc
 import json
 import sys
 import time
+from importlib import import_module
 from typing import Any
 
 
@@ -62,8 +63,7 @@ class Ray:
 
 def main(repeats: int, counts: list[int]) -> None:
     """Measure, and say so on stdout."""
-    from verl.checkpoint_engine import base
-
+    base: Any = import_module("verl.checkpoint_engine.base")
     base.CheckpointEngineRegistry.register("free")(Engine)
     base.ray, base.RayWorkerGroup = Ray, Group
     config = type("Config", (), {"backend": "free", "custom_backend_module": None})()
