@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
+import torch
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import Outcome, SyncPolicy
@@ -20,16 +22,20 @@ from hotbunk.checkpoint_engine.transports.disk import DiskTransport
 from hotbunk.conformance.backends import holder
 from hotbunk.conformance.backends.oracle_pool import TensorWeights
 from hotbunk.rollout.backends.oracle.model import weights_at
+from hotbunk.rollout.binding import dtype_from
 from hotbunk.rollout.contract import (
     Completion,
     Deployment,
     FinishReason,
     GenerateRequest,
     Sampling,
+    Scope,
+    TensorSpec,
     Version,
     collect,
     digest_name,
 )
+from hotbunk.rollout.errors import SyncFailed
 from hotbunk.rollout.fingerprint import fingerprint_bytes
 from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.process import ProcessHandle, shutdown, start_replica
@@ -261,3 +267,66 @@ async def test_the_event_loop_is_never_starved_during_a_sync_h11(
     finally:
         await handle.close()
     assert max(worst.values()) < 0.025, worst
+
+
+class Tensors:
+    """Any specs with zeros for content."""
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self._specs = tuple(specs)
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return self._specs
+
+    def tensors(self) -> Iterator[Any]:
+        for spec in self._specs:
+            yield torch.zeros(spec.shape, dtype=dtype_from(spec.dtype))
+
+
+async def test_what_an_offer_says_is_checked_over_every_transport_l8_v10(
+    begin: Begin, tmp_path: Path
+) -> None:
+    """An adapter's manifest as well as a model's; the version told is the trainer's, and a Version."""
+    handle = await begin("r0")
+    adapter = [spec for spec, _ in weights_at(1, ["adapter:a"])]
+    longer = msgspec.structs.replace(adapter[0], shape=(3,), nbytes=12)
+    stray = msgspec.structs.replace(adapter[0], name="a.layers.9.lora_a")
+    refused: dict[str, dict[str, tuple[str, str]]] = {}
+    for n, kind in enumerate(("shm", "disk", "collective"), 1):
+        options = {"root": tmp_path / "sets"} if kind == "disk" else {}
+        transport = load_transport(kind)(**options)
+        manager = CheckpointEngineManager(
+            [handle], transport, deployment=Deployment.STANDALONE, policy=SyncPolicy()
+        )
+        base = V[2 * n]
+        report = await manager.update_adapter(
+            "a", Tensors(adapter), V[2 * n + 1], base=TensorWeights(n), base_version=base
+        )
+        assert report.outcomes[0].version == V[2 * n + 1]
+        told = (await handle.status()).versions
+        assert (told["target"], told["adapter:a"]) == (base, V[2 * n + 1])
+        assert type(told["target"]) is Version
+        before = dict((await handle.digest()).values)
+        refused[kind] = {}
+        for name, specs, over in (
+            ("longer", [longer, *adapter[1:]], base),
+            ("stray", [*adapter, stray], base),
+            ("part", adapter[1:], base),
+            ("base", adapter, V[1]),
+        ):
+            with pytest.raises(SyncFailed) as caught:
+                await manager.update_weights(
+                    Tensors(specs), Version(1, n), scope=Scope.adapter("a", over)
+                )
+            (one,) = caught.value.report.outcomes  # type: ignore[attr-defined]
+            refused[kind][name] = (one.outcome.value, one.error_type)
+        assert dict((await handle.digest()).values) == before
+        assert (await handle.status()).versions == told
+        await transport.close()
+    assert refused["shm"] == {
+        "longer": ("rolled back", "ShapeMismatch"),
+        "stray": ("rolled back", "UnknownNames"),
+        "part": ("rolled back", "IncompleteUpdate"),
+        "base": ("rolled back", "BaseMismatch"),
+    }
+    assert refused["shm"] == refused["disk"] == refused["collective"]
