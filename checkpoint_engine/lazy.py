@@ -16,12 +16,27 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hotbunk.checkpoint_engine.members import Members
-from hotbunk.checkpoint_engine.policy import Outcome, SyncPolicy, SyncReport
+from hotbunk.checkpoint_engine.policy import Outcome, ReplicaOutcome, SyncPolicy, SyncReport
+from hotbunk.checkpoint_engine.ranks import trainer_failed
 from hotbunk.checkpoint_engine.transaction import Part
 from hotbunk.checkpoint_engine.transports.base import Offer, Published, Transport
 from hotbunk.checkpoint_engine.turns import Turns
-from hotbunk.rollout.contract import Manifest, PauseMode, TensorSpec, Ticket, Transfer
-from hotbunk.rollout.errors import HotbunkError, SessionError
+from hotbunk.rollout.contract import (
+    TARGET,
+    Manifest,
+    PauseMode,
+    ScopeKind,
+    TensorSpec,
+    Ticket,
+    Transfer,
+)
+from hotbunk.rollout.errors import (
+    DeadlineExceeded,
+    HotbunkError,
+    SessionError,
+    UsageError,
+    VersionRegression,
+)
 from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.status import Health, ReplicaStatus
 
@@ -99,12 +114,55 @@ class Lagging:
         self._policy = SyncPolicy()
         self._watching: dict[str, asyncio.Task[None]] = {}
 
-    def put(self, found: Published, policy: SyncPolicy) -> None:
-        """This is the newest version now."""
+    async def publish(
+        self, transport: Transport, parts: Sequence[Part], policy: SyncPolicy
+    ) -> None:
+        """Publish what is the newest version from now on.
+
+        :raises UsageError: it is no whole model. :raises VersionRegression: it is older.
+        :raises TrainerFailed, TransferFailed, DeadlineExceeded, Unsupported: it cannot be published.
+            Nothing changed.
+        """
+        part, current = parts[-1], self._members.current
+        if len(parts) > 1 or part.scope.kind is not ScopeKind.FULL:
+            raise UsageError(
+                "strategy=lazy brings whole models only", remedy="use strategy=all for this sync"
+            )
+        if current is not None and part.version < current:
+            raise VersionRegression(current, part.version)
+        try:
+            async with asyncio.timeout(policy.deadline):
+                found = await transport.publish(part.source, part.manifest(policy))
+        except HotbunkError:
+            raise
+        except TimeoutError as error:
+            raise DeadlineExceeded("publishing", policy.deadline) from error
+        # A boundary: trainers raise what their own libraries raise.
+        except Exception as error:
+            raise trainer_failed(error) from error
         self.shelf = Shelf(found)
         # Who runs nothing is paused for the time of the update; who slipped in may finish.
         self._policy = msgspec.structs.replace(policy, pause=PauseMode.WAIT, strategy="all")
-        self._members.published(found.manifest.version, policy.max_lag)
+        self._members.published(part.version, policy.max_lag)
+
+    async def sort(
+        self, handles: Sequence[ReplicaHandle]
+    ) -> tuple[list[ReplicaHandle], list[ReplicaOutcome]]:
+        """Who must have the version at once, and the outcomes of all others, which are watched."""
+        said = await asyncio.gather(*(h.status() for h in handles), return_exceptions=True)
+        at_once: list[ReplicaHandle] = []
+        others: list[ReplicaOutcome] = []
+        for handle, status in zip(handles, said, strict=True):
+            if isinstance(status, BaseException) or not self._members.may_wait(status):
+                at_once.append(handle)
+                continue
+            self._members.saw(status)
+            done = self._members.has_current(status) and not status.is_sleeping
+            outcome = Outcome.COMMITTED if done else Outcome.DEFERRED
+            others.append(ReplicaOutcome(handle.name, outcome, status.versions.get(TARGET)))
+            if not done:
+                self.follow(handle)
+        return at_once, others
 
     def forget(self) -> None:
         """A sync went past what is published: nobody is behind it."""

@@ -24,16 +24,23 @@ from hotbunk.checkpoint_engine.lazy import Lagging
 from hotbunk.checkpoint_engine.members import Adapters
 from hotbunk.checkpoint_engine.observe import Observer, Unobserved
 from hotbunk.checkpoint_engine.policy import Outcome, ReplicaOutcome, SyncPolicy, SyncReport
-from hotbunk.checkpoint_engine.ranks import Led, OneRank, TrainerRanks, follow
-from hotbunk.checkpoint_engine.rounds import Rounds
+from hotbunk.checkpoint_engine.ranks import (
+    Led,
+    LetGo,
+    OneRank,
+    TrainerRanks,
+    follow,
+    meet,
+    together,
+)
+from hotbunk.checkpoint_engine.rounds import Rounds, resolved
 from hotbunk.checkpoint_engine.source import WeightSource
-from hotbunk.checkpoint_engine.transaction import LetGo, Part, trainer_failed
-from hotbunk.checkpoint_engine.transports.base import Published, Transport
+from hotbunk.checkpoint_engine.transaction import Part
+from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.checkpoint_engine.turns import Waiting
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import (
     FULL,
-    TARGET,
     Deployment,
     MemoryReport,
     Retention,
@@ -42,7 +49,6 @@ from hotbunk.rollout.contract import (
     Version,
 )
 from hotbunk.rollout.handle import ReplicaHandle
-from hotbunk.rollout.status import Health, ReplicaStatus
 
 
 class CheckpointEngineManager(Fleet):
@@ -118,7 +124,7 @@ class CheckpointEngineManager(Fleet):
         async with self._turns.fleet():
             with self._observer.phase("sleep"):
                 reports = await self._all(lambda h: h.sleep(self._level(h), mode=self.policy.pause))
-            await self._meet("slept")
+            await meet(self.ranks, "slept")
         return reports
 
     def _level(self, handle: ReplicaHandle) -> int:
@@ -135,7 +141,7 @@ class CheckpointEngineManager(Fleet):
         if not self._sleeps:
             return {h.name: MemoryReport(emulated="no-op") for h in self.replicas}
         async with self._turns.fleet():
-            await self._meet("may wake")  # no trainer rank still uses the device
+            await meet(self.ranks, "may wake")  # no trainer rank still uses the device
             with self._observer.phase("wake_kv"):
                 return await self._all(self._wake)
 
@@ -170,10 +176,7 @@ class CheckpointEngineManager(Fleet):
             if one.outcome is Outcome.IN_DOUBT and handle is not None:
                 status = await handle.status()
                 self._members.saw(status)
-                has_it = report.version in status.versions.values()
-                one = msgspec.structs.replace(
-                    one, outcome=_found(status, has_it), version=report.version if has_it else None
-                )
+                one = resolved(one, report.version, status)
             outcomes.append(one)
         return msgspec.structs.replace(report, outcomes=tuple(outcomes))
 
@@ -261,7 +264,9 @@ class CheckpointEngineManager(Fleet):
         replicas: Collection[str] | None,
     ) -> SyncReport:
         if not self.ranks.leads:
-            return await self._follow([part.source for part in parts], let_go)
+            began = time.perf_counter()
+            await follow([part.source for part in parts], self.ranks, let_go)
+            return SyncReport(Version(), (), {}, time.perf_counter() - began)
         chosen = policy or self.policy
         if let_go is not None and chosen.strategy != "all":
             raise errors.UsageError(
@@ -309,14 +314,16 @@ class CheckpointEngineManager(Fleet):
         word = "was stopped"
         try:
             if policy.lazy:
-                handles, more = await self._published(parts, policy, handles, rounds)
+                handles, more = await self._publish(parts, policy, handles, rounds)
             elif parts[-1].scope.kind is ScopeKind.FULL:
                 self._lagging.forget()
             shelf = self._lagging.shelf if policy.lazy else None
             if shelf is not None:
                 await rounds.run(handles, shelf, [shelf.part], None)
             else:
-                await rounds.run(handles, self.transport, parts, self._together(led, let_go))
+                await rounds.run(
+                    handles, self.transport, parts, let_go if led is None else together(led, let_go)
+                )
             word = "ended"
         finally:
             if led is not None:
@@ -360,103 +367,23 @@ class CheckpointEngineManager(Fleet):
             rounds.tell(self._members, [shelf.part])
         return rounds.report(shelf.part)
 
-    async def _published(
+    async def _publish(
         self,
         parts: Sequence[Part],
         policy: SyncPolicy,
         handles: Sequence[ReplicaHandle],
         rounds: Rounds,
     ) -> tuple[list[ReplicaHandle], list[ReplicaOutcome]]:
-        """Publish. Who must have it at once, and the outcomes of all others."""
-        part = parts[-1]
-        if len(parts) > 1 or part.scope.kind is not ScopeKind.FULL:
-            raise errors.UsageError(
-                "strategy=lazy brings whole models only", remedy="use strategy=all for this sync"
-            )
-        if self.version is not None and part.version < self.version:
-            raise errors.VersionRegression(self.version, part.version)
         began = time.perf_counter()
         with self._observer.phase("publish"):
-            self._lagging.put(await self._put(part, policy), policy)
+            await self._lagging.publish(self.transport, parts, policy)
         rounds.took("publish", time.perf_counter() - began)
-        said = await asyncio.gather(*(h.status() for h in handles), return_exceptions=True)
-        at_once: list[ReplicaHandle] = []
-        others: list[ReplicaOutcome] = []
-        for handle, status in zip(handles, said, strict=True):
-            if isinstance(status, BaseException) or not self._members.may_wait(status):
-                at_once.append(handle)
-                continue
-            held = status.versions.get(TARGET)
-            done = held == part.version and not status.is_sleeping
-            outcome = Outcome.COMMITTED if done else Outcome.DEFERRED
-            others.append(ReplicaOutcome(handle.name, outcome, held))
-            self._members.saw(status)
-            if not done:
-                self._lagging.follow(handle)
-        return at_once, others
-
-    async def _put(self, part: Part, policy: SyncPolicy) -> Published:
-        """:raises TrainerFailed: the source broke; nothing changed."""
-        try:
-            async with asyncio.timeout(policy.deadline):
-                return await self.transport.publish(part.source, part.manifest(policy))
-        except errors.HotbunkError:
-            raise
-        except TimeoutError as error:
-            raise errors.DeadlineExceeded("publishing", policy.deadline) from error
-        # A boundary: trainers raise what their own libraries raise.
-        except Exception as error:
-            raise trainer_failed(error) from error
+        return await self._lagging.sort(handles)
 
     def _rounds(self, policy: SyncPolicy) -> Rounds:
         return Rounds(
             policy, sleeps=self._sleeps, frees=self.free_cache_engine, observer=self._observer
         )
-
-    # -- several trainer ranks ----------------------------------------------------------------
-
-    def _together(self, led: Led | None, let_go: LetGo | None) -> LetGo | None:
-        """The trainer's letting go, on all its ranks."""
-        if led is None:
-            return let_go
-
-        async def all_of_them() -> None:
-            await asyncio.to_thread(led.finish)
-            await asyncio.to_thread(self.ranks.tell, "let go")
-            if let_go is not None:
-                await let_go()
-            await self._meet("let go")
-
-        return all_of_them
-
-    async def _follow(self, sources: Sequence[WeightSource], let_go: LetGo | None) -> SyncReport:
-        """A follower's part: gather with the leader, let go with it. Its report names no replica.
-
-        :raises TrainerFailed: this rank could not gather or let go, or the leader's sync was
-            stopped.
-        """
-        began = time.perf_counter()
-        try:
-            word = await asyncio.to_thread(follow, sources, self.ranks)
-            if word == "let go" and let_go is not None:
-                await let_go()
-        except errors.HotbunkError as error:
-            self.ranks.fail(str(error))
-            raise
-        # A boundary: trainers raise what their own libraries raise.
-        except Exception as error:
-            self.ranks.fail(f"{type(error).__name__}: {error}")
-            raise trainer_failed(error) from error
-        if word == "let go":
-            await self._meet("let go")
-            word = await asyncio.to_thread(follow, sources, self.ranks)
-        if word != "ended":
-            raise errors.TrainerFailed(f"the sync led by trainer rank 0 {word}")
-        return SyncReport(Version(), (), {}, time.perf_counter() - began)
-
-    async def _meet(self, name: str) -> None:
-        if self.ranks.world > 1:
-            await asyncio.to_thread(self.ranks.barrier, name)
 
 
 def _failed(report: SyncReport) -> errors.SyncFailed:
@@ -468,13 +395,3 @@ def _failed(report: SyncReport) -> errors.SyncFailed:
 def _superseded(waiting: Waiting, began: float) -> SyncReport:
     seconds = time.perf_counter() - began
     return SyncReport(waiting.version, (), {"other": seconds}, seconds, waiting.superseded_by)
-
-
-def _found(status: ReplicaStatus, has_it: bool) -> Outcome:
-    if status.health is Health.LOST:
-        return Outcome.LOST
-    if status.health is Health.POISONED:
-        return Outcome.POISONED
-    if not has_it:
-        return Outcome.ROLLED_BACK
-    return Outcome.FENCED if status.is_paused or not status.servable else Outcome.COMMITTED

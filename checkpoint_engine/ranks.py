@@ -6,19 +6,23 @@ be mapped before all have let go. The leader *tells*, the others *hear*; both ar
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
+import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hotbunk.rollout.contract import TensorSpec
-from hotbunk.rollout.errors import DeadlineExceeded, TrainerFailed, UsageError
+from hotbunk.rollout.errors import DeadlineExceeded, HotbunkError, TrainerFailed, UsageError
 
 log = logging.getLogger(__name__)
 _HERE = "here"
 _WALK = "walk "
+_LET_GO = "let go"
+LetGo = Callable[[], Awaitable[None]]
 
 if TYPE_CHECKING:
     import torch
@@ -176,8 +180,60 @@ class _LedSource:
         return walk
 
 
-def follow(sources: Sequence[WeightSource], ranks: TrainerRanks) -> str:
-    """A follower's part: gather whenever the leader does; the leader's first other word."""
+def trainer_failed(error: Exception) -> TrainerFailed:
+    """A trainer's own exception as ours, with its traceback."""
+    return TrainerFailed(
+        f"{type(error).__name__}: {error}",
+        remote_traceback="".join(traceback.format_exception(error)),
+    )
+
+
+async def meet(ranks: TrainerRanks, name: str) -> None:
+    """Every rank is here. See :meth:`TrainerRanks.barrier`."""
+    if ranks.world > 1:
+        await asyncio.to_thread(ranks.barrier, name)
+
+
+def together(led: Led, let_go: LetGo | None) -> LetGo:
+    """The trainer's letting go, on all its ranks, as the leader does it."""
+
+    async def all_of_them() -> None:
+        await asyncio.to_thread(led.finish)
+        await asyncio.to_thread(led.ranks.tell, _LET_GO)
+        if let_go is not None:
+            await let_go()
+        await meet(led.ranks, _LET_GO)
+
+    return all_of_them
+
+
+async def follow(
+    sources: Sequence[WeightSource], ranks: TrainerRanks, let_go: LetGo | None
+) -> None:
+    """A follower's part of a sync: gather with the leader, let go with it.
+
+    :raises TrainerFailed: this rank could not gather or let go, or the leader's sync was stopped.
+    """
+    try:
+        word = await asyncio.to_thread(_gather, sources, ranks)
+        if word == _LET_GO and let_go is not None:
+            await let_go()
+    except HotbunkError as error:
+        ranks.fail(str(error))
+        raise
+    # A boundary: trainers raise what their own libraries raise.
+    except Exception as error:
+        ranks.fail(f"{type(error).__name__}: {error}")
+        raise trainer_failed(error) from error
+    if word == _LET_GO:
+        await meet(ranks, _LET_GO)
+        word = await asyncio.to_thread(_gather, sources, ranks)
+    if word != "ended":
+        raise TrainerFailed(f"the sync led by trainer rank 0 {word}")
+
+
+def _gather(sources: Sequence[WeightSource], ranks: TrainerRanks) -> str:
+    """Gather whenever the leader does; its first other word."""
     while (word := ranks.hear()).startswith(_WALK):
         for _ in sources[int(word.removeprefix(_WALK))].tensors():
             pass

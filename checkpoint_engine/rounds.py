@@ -6,13 +6,33 @@ import asyncio
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from hotbunk.checkpoint_engine.members import Members
 from hotbunk.checkpoint_engine.observe import Observer
 from hotbunk.checkpoint_engine.policy import Outcome, ReplicaOutcome, SyncPolicy, SyncReport
-from hotbunk.checkpoint_engine.transaction import LetGo, Part, Run, Transaction
+from hotbunk.checkpoint_engine.ranks import LetGo
+from hotbunk.checkpoint_engine.transaction import Part, Run, Transaction
 from hotbunk.checkpoint_engine.transports.base import Transport
-from hotbunk.rollout.contract import ScopeKind
+from hotbunk.rollout.contract import ScopeKind, Version
 from hotbunk.rollout.handle import ReplicaHandle
+from hotbunk.rollout.status import Health, ReplicaStatus
+
+
+def resolved(one: ReplicaOutcome, version: Version, status: ReplicaStatus) -> ReplicaOutcome:
+    """An outcome in doubt, by what the replica says now."""
+    has_it = version in status.versions.values()
+    if status.health is Health.LOST:
+        outcome = Outcome.LOST
+    elif status.health is Health.POISONED:
+        outcome = Outcome.POISONED
+    elif not has_it:
+        outcome = Outcome.ROLLED_BACK
+    elif status.is_paused or not status.servable:
+        outcome = Outcome.FENCED
+    else:
+        outcome = Outcome.COMMITTED
+    return msgspec.structs.replace(one, outcome=outcome, version=version if has_it else None)
 
 
 class Rounds:

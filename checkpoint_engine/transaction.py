@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -33,6 +32,7 @@ from hotbunk.checkpoint_engine.policy import (
     SyncPolicy,
     Verify,
 )
+from hotbunk.checkpoint_engine.ranks import LetGo, trainer_failed
 from hotbunk.checkpoint_engine.source import WeightSource
 from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout import errors
@@ -57,7 +57,6 @@ from hotbunk.rollout.lifecycle import KV, Weights
 from hotbunk.rollout.status import Health, ReplicaStatus, TimelineEvent
 
 log = logging.getLogger(__name__)
-LetGo = Callable[[], Awaitable[None]]
 SENDER_WAIT = 5.0  # seconds
 ASK_WAIT = 10.0  # seconds for a replica to say what is left of it
 
@@ -369,14 +368,6 @@ class Transaction:
 def _fenced(status: ReplicaStatus) -> bool:
     """An earlier sync left its pause held."""
     return any(pause.owner == SYNC for pause in status.pauses)
-
-
-def trainer_failed(error: Exception) -> errors.TrainerFailed:
-    """A trainer's own exception as ours, with its traceback."""
-    return errors.TrainerFailed(
-        f"{type(error).__name__}: {error}",
-        remote_traceback="".join(traceback.format_exception(error)),
-    )
 
 
 def _typed(step: str, error: Exception) -> errors.HotbunkError:
