@@ -290,6 +290,8 @@ class NativePool(MemoryPool):
     def import_arena(self, shared: Shared, tag: str, group: str = "") -> NativeArena:
         """Another process's memory as an arena; no verb releases it. ``shared`` may go at once.
 
+        With ``shared.read_only``, writing there is a fault.
+
         :raises MemoryFault: it cannot be had.
         """
         number, outcome = ctypes.c_uint64(), Outcome()

@@ -129,8 +129,15 @@ class Shared(ctypes.Structure):
     peer: int
     number: int
     nbytes: int
+    read_only: int
 
-    _fields_ = (("fd", c_int32), ("peer", c_int32), ("number", c_uint64), ("nbytes", c_uint64))
+    _fields_ = (
+        ("fd", c_int32),
+        ("peer", c_int32),
+        ("number", c_uint64),
+        ("nbytes", c_uint64),
+        ("read_only", c_int32),
+    )
 
 
 _POOL: Final = c_uint64

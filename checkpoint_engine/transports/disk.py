@@ -149,6 +149,10 @@ class DiskTransfer(ReceivingTransfer):
     async def fingerprints(self) -> Mapping[str, int]:
         return self._reads.reader.fingerprints() if self._reads else {}
 
+    async def commit(self) -> None:
+        self.ended = self._reads is not None and self._reads.reader.ended
+        await super().commit()
+
     async def finish(self) -> None:
         if self._reads is not None:
             self._reads.close()

@@ -242,6 +242,10 @@ class ReceivingTransfer(Transfer):
         return self._fingerprints
 
     async def commit(self) -> None:
+        if not self.ended:  # who has applied nothing, or not all, has nothing to vote for
+            raise UpdateFailed(
+                "commit was voted before the last bucket was taken", where=self.where
+            )
         await self.say(Vote())
         said = await self.hear("commit")
         if not isinstance(said, Committed):

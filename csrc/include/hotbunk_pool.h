@@ -123,6 +123,7 @@ typedef struct hb_shared {
   int32_t peer;     // export: the process that will import it; drivers with a list need it
   uint64_t number;  // the driver's own name of it
   uint64_t nbytes;  // as mapped; persistent bytes of an arena are not among them
+  int32_t read_only;  // import: a write here is a fault (not on ACL, which has no such mapping)
 } hb_shared;
 
 // A handle of the arena's memory, for as long as it is not released: memory that somebody else has

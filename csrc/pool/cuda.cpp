@@ -103,10 +103,18 @@ class CudaDriver : public Driver {
   }
 
   Status map(uint64_t address, uint64_t size, uint64_t *handle) override {
+    return map_for(address, size, *handle, kReadWrite);
+  }
+
+  Status map_read_only(uint64_t address, uint64_t size, uint64_t *handle) override {
+    return map_for(address, size, *handle, kRead);
+  }
+
+  Status map_for(uint64_t address, uint64_t size, uint64_t handle, int flags) {
     Status status =
-        call("cuMemMap", [&] { return api_.map(address, size, 0, *handle - 1, 0); }, size);
+        call("cuMemMap", [&] { return api_.map(address, size, 0, handle - 1, 0); }, size);
     if (status.failed()) return status;
-    AccessDesc access{{kLocationDevice, device_}, kReadWrite};
+    AccessDesc access{{kLocationDevice, device_}, flags};
     status = call("cuMemSetAccess", [&] { return api_.set_access(address, size, &access, 1); }, size);
     if (status.failed()) call("cuMemUnmap", [&] { return api_.unmap(address, size); });
     return status;

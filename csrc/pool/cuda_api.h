@@ -16,7 +16,7 @@ using Address = unsigned long long;
 using Handle = unsigned long long;
 
 constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2;
-constexpr int kAllocationPinned = 1, kLocationDevice = 1, kReadWrite = 3, kGranularityMinimum = 0;
+constexpr int kAllocationPinned = 1, kLocationDevice = 1, kRead = 1, kReadWrite = 3, kGranularityMinimum = 0;
 constexpr int kAttributeVmm = 102, kAttributeFdHandles = 103, kAttributeRdma = 110;
 constexpr int kHandleNone = 0, kHandleFd = 1;
 

@@ -84,6 +84,9 @@ class Driver {
   // destroyed like any other).
   virtual Status export_memory(uint64_t size, uint64_t handle, hb_shared *shared);
   virtual Status import_memory(const hb_shared &shared, uint64_t *handle);
+  virtual Status map_read_only(uint64_t address, uint64_t size, uint64_t *handle) {
+    return map(address, size, handle);
+  }
 
   virtual int fd(uint64_t address) {
     (void)address;

@@ -41,6 +41,10 @@ class FakeDriver : public Driver {
     });
   }
 
+  Status map_read_only(uint64_t address, uint64_t size, uint64_t *handle) override {
+    return done("map", [=] { return device.map(address, size, *handle, PROT_READ); });
+  }
+
   Status unmap(uint64_t address, uint64_t, uint64_t *) override {
     return done("unmap", [=] { return device.unmap(address); });
   }

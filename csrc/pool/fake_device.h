@@ -145,8 +145,8 @@ class FakeDevice {
     return true;
   }
 
-  bool access(uint64_t address, uint64_t size) {
-    return !mprotect(pointer(address), size, PROT_READ | PROT_WRITE);
+  bool access(uint64_t address, uint64_t size, bool writable) {
+    return !mprotect(pointer(address), size, writable ? PROT_READ | PROT_WRITE : PROT_READ);
   }
 
   bool unmap(uint64_t address) {

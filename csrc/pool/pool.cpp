@@ -101,7 +101,9 @@ Status Pool::import_arena(const std::string &tag, const std::string &group, cons
   if (status.failed()) return status;
   status = driver_->reserve(made->size, &made->address);
   if (!status.failed()) {
-    status = driver_->map(made->address, made->size, &made->handle);
+    status = shared.read_only
+                 ? driver_->map_read_only(made->address, made->size, &made->handle)
+                 : driver_->map(made->address, made->size, &made->handle);
     made->mapped = !status.failed();
   }
   std::lock_guard<std::mutex> lock(table_);

@@ -26,6 +26,7 @@ static_assert(ours::kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY);
 static_assert(ours::kInvalidValue == CUDA_ERROR_INVALID_VALUE);
 static_assert(ours::kAllocationPinned == CU_MEM_ALLOCATION_TYPE_PINNED);
 static_assert(ours::kLocationDevice == CU_MEM_LOCATION_TYPE_DEVICE);
+static_assert(ours::kRead == CU_MEM_ACCESS_FLAGS_PROT_READ);
 static_assert(ours::kReadWrite == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
 static_assert(ours::kGranularityMinimum == CU_MEM_ALLOC_GRANULARITY_MINIMUM);
 static_assert(ours::kAttributeVmm == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);

@@ -120,8 +120,8 @@ HB_EXPORT Result cuMemMap(Address address, size_t size, size_t, Handle handle,
 
 HB_EXPORT Result cuMemSetAccess(Address address, size_t size, const AccessDesc *desc, size_t) {
   HB_ENTER("cuMemSetAccess");
-  if (desc->flags != kReadWrite) return kInvalidValue;
-  return device().access(address, size) ? kSuccess : kInvalidValue;
+  if (desc->flags != kReadWrite && desc->flags != kRead) return kInvalidValue;
+  return device().access(address, size, desc->flags == kReadWrite) ? kSuccess : kInvalidValue;
 }
 
 HB_EXPORT Result cuMemUnmap(Address address, size_t) {

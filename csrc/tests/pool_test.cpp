@@ -12,6 +12,17 @@ namespace {
 
 const char *const kEvery[] = {"host", "shared:memfd", "fake", "cuda:0"};
 
+// Whether this process may write there: the kernel says so without a fault.
+bool writable(uint64_t address) {
+  int ends[2];
+  CHECK(!pipe(ends));
+  char byte = 0;
+  bool may = write(ends[1], &byte, 1) == 1 && read(ends[0], reinterpret_cast<void *>(address), 1) == 1;
+  close(ends[0]);
+  close(ends[1]);
+  return may;
+}
+
 }  // namespace
 
 TEST(every_driver_keeps_what_it_should_for_200_cycles) {
@@ -325,6 +336,16 @@ TEST(memory_of_one_pool_is_seen_by_another_and_outlives_it) {
       CHECK_EQ(hb_arena_read(owner.pool, arena, 9, &seen, 1, &owner.out), HB_OK);
       CHECK_EQ(seen, 77);
       CHECK_EQ(importer.look(there).resident, 0);
+      shared.read_only = 1;
+      CHECK_EQ(hb_arena_export(owner.pool, arena, &shared, &owner.out), HB_OK);
+      hb_arena looked = 0;
+      CHECK_EQ(hb_arena_import(importer.pool, "looked at", "", &shared, &looked, &importer.out), HB_OK);
+      close(shared.fd);
+      CHECK_EQ(importer.read(looked, 9, 1)[0], 77);
+      CHECK(!writable(importer.look(looked).address));
+      CHECK(writable(importer.look(there).address));
+      CHECK_EQ(hb_arena_drop(importer.pool, looked, &importer.out), HB_OK);
+      CHECK_EQ(hb_arena_unreserve(importer.pool, looked), HB_OK);
       CHECK_EQ(importer.release(HB_RETAIN_DISCARD, "theirs"), HB_OK);
       CHECK(!importer.look(there).released);
       CHECK_EQ(hb_arena_export(importer.pool, there, &shared, &importer.out), HB_E_STATE);
@@ -360,7 +381,7 @@ TEST(an_import_that_fails_leaves_nothing) {
     shared.nbytes -= 1;
     CHECK_EQ(hb_arena_import(importer.pool, "t", "", &shared, &there, &importer.out), HB_E_INVALID);
     close(shared.fd);
-    shared = {-1, 0, 0, owner.look(arena).size};
+    shared = {-1, 0, 0, owner.look(arena).size, 0};
     CHECK_EQ(hb_arena_import(importer.pool, "t", "", &shared, &there, &importer.out), HB_E_DRIVER);
     CHECK_EQ(hb_fake_count(importer.pool, "imported"), 0);
   }

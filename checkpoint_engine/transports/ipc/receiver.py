@@ -29,7 +29,8 @@ class IpcTransfer(MappedTransfer):
         if not way.room * HALVES <= way.nbytes < _HUGE or (fd is None and not way.number):
             raise TransferFailed(f"the sender's memory makes no sense: {way}")
         pool = receiver_pool(way.kind, way.device)
-        shared = Shared(fd=-1 if fd is None else fd, number=way.number, nbytes=way.nbytes)
+        # Other replicas read the same bucket.
+        shared = Shared(-1 if fd is None else fd, 0, way.number, way.nbytes, read_only=1)
         try:
             arena = self._arena = pool.import_arena(shared, TAG, f"{id(self)}")
         except MemoryFault as error:

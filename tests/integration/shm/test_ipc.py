@@ -83,7 +83,7 @@ async def sync(
     return dict(said)
 
 
-async def test_every_packing_case_in_both_ways_and_a_ledger_that_balances_b4_b5_b8_b9(
+async def test_every_packing_case_in_both_ways_and_a_ledger_that_balances_b4_b5_b8_b9_b10(
     device: IpcTransport, spawn: Any, shm: Any
 ) -> None:
     """Ten buckets and more are one export, one import, one close; nothing lives after a sync."""
@@ -98,6 +98,7 @@ async def test_every_packing_case_in_both_ways_and_a_ledger_that_balances_b4_b5_
     for step, told in enumerate(ways * 2, 1):
         before = (device.ledger.exports, device.ledger.imports)
         said = await sync(device, process, shm, step, named, **told)
+        assert device.pool.count("memory") == 0, "the trainer wakes next, and needs the device"
         assert said["outcome"] == "committed", said
         assert said["sha"] == expected
         assert said["in_place"] == ("arena" in told)
@@ -206,6 +207,8 @@ async def test_who_still_reads_a_bucket_keeps_it_and_nothing_else_b9(
     kept = []
     async for bucket in transfer.buckets():
         kept.append(bucket.data[:8])
+        with open("/dev/zero", "rb", buffering=0) as zeros, pytest.raises(OSError, match="address"):  # noqa: ASYNC230 - it is no disk
+            zeros.readinto(bucket.data)  # other replicas read it, too
     await transfer.commit()
     await serving
     await offer.close()
