@@ -218,9 +218,16 @@ class Rig:
             done = await self.complete(prompt)
             self.check_tokens(done, prompt, version)
 
-    def check_tokens(self, done: Completion, prompt: Sequence[int], version: int) -> None:
-        """All its tokens are what ``version`` makes of ``prompt``; its span says so."""
+    def check_tokens(
+        self, done: Completion, prompt: Sequence[int], version: int, *, cut: bool = False
+    ) -> None:
+        """All its tokens are what ``version`` makes of ``prompt``; its span says so.
+
+        ``cut``: it may have been ended before its time.
+        """
         check_spans(done)
+        ended = done.finish_reason
+        assert cut or ended is not FinishReason.ABORT, f"ended with {ended}: {done.error}"
         want = self.ut.golden(prompt, version, len(done.token_ids))
         assert list(done.token_ids) == want, (
             f"tokens {list(done.token_ids)} and version {version} makes {want}"

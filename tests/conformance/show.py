@@ -33,10 +33,10 @@ def show(console: Console, described: BackendUnderTest, results: Sequence[CaseRe
 
 def _table(backend: str, results: Sequence[CaseResult]) -> Table:
     table = Table(title=f"conformance of {backend}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("case", no_wrap=True)
-    table.add_column("level", no_wrap=True)
-    table.add_column("status", no_wrap=True)
-    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("case", overflow="fold")
+    table.add_column("level", no_wrap=True, min_width=8)
+    table.add_column("status", no_wrap=True, min_width=20)
+    table.add_column("seconds", justify="right", no_wrap=True, min_width=7)
     for result in results:
         status = Text(result.status.value, _STYLES[result.status])
         table.add_row(result.case, result.level.value, status, f"{result.seconds:.2f}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -127,6 +127,50 @@ class MemoryTransfer(Transfer):
                 tables[-1].append(BucketEntry(index, start, nbytes, offset))
                 start, offset = start + nbytes, offset + nbytes
         return tables
+
+
+Hook = Callable[[str], Awaitable[object]]
+
+
+class Hooked(MemoryTransfer):
+    """Awaits ``hook`` with the phase it is in, before it does what the receiver asks for.
+
+    Phases, in order: ``accept``, ``bucket 0``, ``bucket 1``, ... ``fingerprints``, ``commit``.
+    """
+
+    hook: Hook | None = None
+
+    async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
+        await self._reach("accept")
+        return await super().accept(layout, arena)
+
+    async def spoil(self, k: int, bucket: Bucket) -> Bucket:
+        await self._reach(f"bucket {k}")
+        return bucket
+
+    async def fingerprints(self) -> Mapping[str, int]:
+        await self._reach("fingerprints")
+        return await super().fingerprints()
+
+    async def commit(self) -> None:
+        await self._reach("commit")
+        await super().commit()
+
+    @property
+    def last_bucket(self) -> str:
+        """The phase of the last bucket."""
+        return f"bucket {len(self._packed()) - 1}"
+
+    async def _reach(self, phase: str) -> None:
+        if self.hook is not None:
+            await self.hook(phase)
+
+
+class Silent(MemoryTransfer):
+    """Offers tensors, sends no bucket, and says that all is well."""
+
+    def _packed(self) -> list[list[BucketEntry]]:
+        return []
 
 
 class _Hostile(MemoryTransfer):

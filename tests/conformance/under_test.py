@@ -23,6 +23,12 @@ from hotbunk.rollout.status import Deadlines
 
 Tensors = list[tuple[TensorSpec, bytes]]
 
+UPDATE_POINTS = ("accept", "bucket", "post_load", "verify", "commit", "label")
+"""Inside an update, in order; from ``bucket`` on the old content is gone."""
+
+MEMORY_POINTS = ("release", "resume")
+"""Inside the memory verbs, where something has happened already."""
+
 
 class BackendUnderTest(ABC):
     """One backend, as the suite needs to see it. Class attributes are hints with defaults.
@@ -115,6 +121,23 @@ class BackendUnderTest(ABC):
         State that no sync brings back is kept through every release, and is not counted here.
         """
         return None
+
+    # Further hooks, each for the cases that need it; without one those are not run.
+
+    def corrupt_weight(self, name: str) -> bool:
+        """Flip one bit of a tensor as it lies in the engine, past its verbs. False: no way to."""
+        return False
+
+    def sabotage(self, point: str, how: str) -> bool:
+        """Have the engine's own code ``fail`` (raise) or ``hang`` once, the next time it is there.
+
+        ``point`` is one of :data:`UPDATE_POINTS` or :data:`MEMORY_POINTS`. False: it cannot be done.
+        """
+        return False
+
+    async def kill(self) -> bool:
+        """End the engine at once, as an outside power would (SIGKILL). False: it cannot be done."""
+        return False
 
     def text(self, tokens: Sequence[int]) -> str | None:
         """What these tokens say, for stop strings; None: there is no tokenizer."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hotbunk.conformance.backends.oracle import OracleUnderTest
-from hotbunk.conformance.case import REGISTRY, Case, Level, Status, all_cases, case
+from hotbunk.conformance.case import REGISTRY, Case, CaseResult, Level, Status, all_cases, case
 from hotbunk.conformance.negative import ATTEMPTS, DIRECT
 from hotbunk.conformance.rig import Rig
 from hotbunk.conformance.runner import accepted, run, run_case, write_matrix
@@ -53,8 +53,13 @@ def test_what_is_declared_missing_is_refused(lacking: str) -> None:
     assert concerned <= refused
 
 
-def test_almost_nothing_is_left_untried() -> None:
-    statuses = {r.case: r.status for r in run(OracleUnderTest())}
+@pytest.fixture(scope="module")
+def whole() -> list[CaseResult]:
+    return run(OracleUnderTest())
+
+
+def test_almost_nothing_is_left_untried(whole: list[CaseResult]) -> None:
+    statuses = {r.case: r.status for r in whole}
     assert Counter(statuses.values())[Status.FAIL] == 0
     untried = {case for case, status in statuses.items() if status is Status.NOT_RUN}
     assert untried == set(OracleUnderTest().expected_not_run)
@@ -114,9 +119,8 @@ def test_cases_name_known_reports() -> None:
     assert all(one.doc for one in CASES)
 
 
-def test_the_matrix_is_an_object_with_cases(tmp_path: Path) -> None:
-    results = run(OracleUnderTest())
-    path = write_matrix(results, tmp_path / "out", backend="oracle")
+def test_the_matrix_is_an_object_with_cases(whole: list[CaseResult], tmp_path: Path) -> None:
+    path = write_matrix(whole, tmp_path / "out", backend="oracle")
     matrix = json.loads(path.read_text())
     assert matrix["backend"] == "oracle"
     assert [c["case"] for c in matrix["cases"]] == [one.name for one in CASES]

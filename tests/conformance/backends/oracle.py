@@ -63,6 +63,26 @@ class OracleUnderTest(BackendUnderTest):
     def host_backup(self) -> int:
         return self.engine.device.host_used
 
+    def corrupt_weight(self, name: str) -> bool:
+        for group in self.engine.groups.values():
+            if name in group.owner:
+                group.write(name, 0, bytes([group.read(name)[0] ^ 1]))
+                return True
+        raise KeyError(name)
+
+    def sabotage(self, point: str, how: str) -> bool:
+        inside = {"release": "release/unmap", "resume": "resume/restore"}
+        at, faults = inside.get(point, f"update/{point}"), self.engine.faults
+        if how == "hang":
+            faults.hangs(at)
+        else:
+            faults.raises(at, RuntimeError(f"{point} breaks"))
+        return True
+
+    async def kill(self) -> bool:
+        self.engine.faults.kill()
+        return True
+
     def adapter(self, name: str, version: int) -> Tensors:
         return weights_at(version, [ADAPTER_PREFIX + name])
 

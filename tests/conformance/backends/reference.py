@@ -53,7 +53,12 @@ class ReferenceUnderTest(BackendUnderTest):
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-conformance-")
         self.engine: ReferenceEngine
-        self.expected_not_run = {"groups_that_take_no_update": "its one group takes updates"}
+        self.expected_not_run: dict[str, str] = {
+            "groups_that_take_no_update": "its one group takes updates",
+            "every_group_moves_with_an_update": "it has one group",
+            "an_engine_hangs_in_each_phase": "it runs here: a thread that hangs cannot be ended",
+            "killed_and_started_anew": "it runs in the suite's own process",
+        }
         self._says = model is None
         make = partial(make_model, family, tied=tied)
         if model is None:
@@ -116,6 +121,33 @@ class ReferenceUnderTest(BackendUnderTest):
         adapters = {key.partition("/")[2]: t for key, t in runner.adapters.tensors().items()}
         tensor: torch.Tensor = adapters[name] if name in adapters else runner.binding.tensor(name)
         return bytes(as_bytes(tensor.contiguous()).tolist())
+
+    def corrupt_weight(self, name: str) -> bool:
+        with torch.inference_mode():
+            as_bytes(self.engine._runner.binding.tensor(name))[0] ^= 1
+        return True
+
+    def sabotage(self, point: str, how: str) -> bool:
+        """Its own functions raise once; a thread that hangs could not be ended."""
+        engine, pool = self.engine, self.engine._runner.pool
+        inside: dict[str, tuple[Any, str]] = {
+            "accept": (engine, "_placements"),
+            "bucket": (engine, "_writer"),
+            "commit": (engine, "_outdate_caches"),
+            "label": (engine._residency, "committed"),
+            "release": (pool, "release"),
+            "resume": (pool, "resume"),
+        }
+        if how != "fail" or point not in inside:
+            return False
+        owner, function = inside[point]
+
+        def broken(*args: Any, **more: Any) -> None:
+            delattr(owner, function)
+            raise RuntimeError(f"{point} breaks")
+
+        setattr(owner, function, broken)
+        return True
 
     def resident(self, tag: Tag) -> int:
         return self.engine._runner.pool.audit().resident(tag)

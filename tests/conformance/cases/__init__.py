@@ -2,11 +2,14 @@
 
 from hotbunk.conformance.cases import (
     adapters,
+    arrival,
     broken,
+    colocate,
     declared,
     goldens,
     inflight,
     pauses,
+    phases,
     sampling,
     states,
     updates,
@@ -15,11 +18,14 @@ from hotbunk.conformance.cases import (
 
 __all__ = [
     "adapters",
+    "arrival",
     "broken",
+    "colocate",
     "declared",
     "goldens",
     "inflight",
     "pauses",
+    "phases",
     "sampling",
     "states",
     "updates",

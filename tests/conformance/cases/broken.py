@@ -31,10 +31,11 @@ async def _poisoned(rig: Rig, transfer: MemoryTransfer) -> None:
     error = await expect(HotbunkError, rig.send(transfer))
     assert isinstance(error, (UpdateFailed, DeadlineExceeded)), f"raised {type(error).__name__}"
     assert transfer.aborted_with, "the sender was not told"
-    await _check_poisoned(rig)
+    await check_poisoned(rig)
 
 
-async def _check_poisoned(rig: Rig) -> None:
+async def check_poisoned(rig: Rig) -> None:
+    """Half-written, silent, without a label, and it says so."""
     await rig.check_states("DIRTY")
     status = await rig.replica.status()
     assert status.health is Health.POISONED, f"health is {status.health}"
@@ -44,7 +45,8 @@ async def _check_poisoned(rig: Rig) -> None:
     await expect(WeightsPoisoned, rig.complete(rig.ut.prompts[0]))
 
 
-async def _heal(rig: Rig, version: int) -> None:
+async def heal(rig: Rig, version: int) -> None:
+    """A full update brings it back."""
     await rig.load(version)
     assert (await rig.replica.status()).health is Health.OK
     await rig.check_golden(version)
@@ -61,7 +63,7 @@ async def hostile_senders(rig: Rig) -> None:
             bad = rig.sender(kind, version + 1, at=at, bucket_bytes=size)
             await _poisoned(rig, bad)
             version += 1
-            await _heal(rig, version)
+            await heal(rig, version)
 
 
 @case(level=Level.FAULT)
@@ -71,8 +73,8 @@ async def a_flipped_bit_is_named(rig: Rig) -> None:
     bad = rig.sender(Corrupted, 2)
     error = await expect(VerifyFailed, rig.send(bad))
     assert len(error.names) < 4, f"the error names {error.names}"
-    await _check_poisoned(rig)
-    await _heal(rig, 2)
+    await check_poisoned(rig)
+    await heal(rig, 2)
 
 
 @case(level=Level.FAULT, smoke=True)
@@ -85,7 +87,7 @@ async def sender_dies(rig: Rig) -> None:
     assert await rig.snapshot() == before, "no byte moved and something changed"
     await rig.check_golden(1)
     await _poisoned(rig, rig.sender(Raising, 2, at=-1, bucket_bytes=size))
-    await _heal(rig, 2)
+    await heal(rig, 2)
 
 
 @case(level=Level.FAULT)
@@ -99,8 +101,8 @@ async def sender_hangs(rig: Rig) -> None:
     status = await rig.replica.status()
     assert not status.servable, "half-written weights are called servable"
     await expect(DeadlineExceeded, sending)
-    await _check_poisoned(rig)
-    await _heal(rig, 2)
+    await check_poisoned(rig)
+    await heal(rig, 2)
 
 
 @case(level=Level.FAULT)
@@ -115,8 +117,8 @@ async def caller_gives_up(rig: Rig) -> None:
     await asyncio.wait({sending})
     assert sending.cancelled()
     assert bad.aborted_with, "the sender was not told"
-    await _check_poisoned(rig)
-    await _heal(rig, 2)
+    await check_poisoned(rig)
+    await heal(rig, 2)
 
 
 @case(level=Level.FAULT, smoke=True)
@@ -124,7 +126,7 @@ async def another_rank_fails(rig: Rig) -> None:
     """Every byte arrived here and the vote failed: poisoned all the same (N6, V8)."""
     await rig.load(1)
     await _poisoned(rig, rig.sender(FailedElsewhere, 2))
-    await _heal(rig, 2)
+    await heal(rig, 2)
 
 
 @case(level=Level.FAULT)
@@ -132,7 +134,7 @@ async def the_old_version_heals(rig: Rig) -> None:
     """A poisoned replica takes back the version it had, whole (N7)."""
     await rig.load(1)
     await _poisoned(rig, rig.sender(FailedElsewhere, 2))
-    await _heal(rig, 1)
+    await heal(rig, 1)
 
 
 @case(level=Level.FAULT, capability="partial")
@@ -143,8 +145,8 @@ async def nothing_partial_heals(rig: Rig) -> None:
     for base in (1, 2):
         scope = Scope.partial(Version(0, base))
         await expect(BaseMismatch, rig.send(rig.transfer(3, scope=scope)))
-    await _check_poisoned(rig)
-    await _heal(rig, 3)
+    await check_poisoned(rig)
+    await heal(rig, 3)
 
 
 @case(level=Level.FAULT, capability="release retention.backup")
@@ -156,7 +158,7 @@ async def half_written_weights_are_not_backed_up(rig: Rig) -> None:
     await rig.check_states("DISCARDED")
     await rig.replica.resume([Tag.WEIGHTS])
     await rig.check_states("EMPTY")
-    await _heal(rig, 2)
+    await heal(rig, 2)
 
 
 @case(level=Level.FAULT, capability="pause.keep")
@@ -176,5 +178,5 @@ async def poison_frees_who_waits(rig: Rig) -> None:
     assert frozen.tokens, "the partial tokens were lost"
     assert frozen.tokens == rig.ut.golden(rig.ut.prompts[0], 1, len(frozen.tokens))
     await rig.replica.resume_generation()
-    await _check_poisoned(rig)
-    await _heal(rig, 2)
+    await check_poisoned(rig)
+    await heal(rig, 2)

@@ -72,6 +72,6 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 def all_mutants() -> list[Mutant]:
     """Every mutant, in a stable order."""
-    from hotbunk.conformance.mutants import engine, rules  # noqa: F401 - registers them
+    from hotbunk.conformance.mutants import cycles, engine, rules, syncs  # noqa: F401 - registers them
 
     return list(_REGISTRY.values())
