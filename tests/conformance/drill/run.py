@@ -19,7 +19,7 @@ from hotbunk.checkpoint_engine.policy import Outcome, ReleaseKV, SyncPolicy, Syn
 from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.conformance.drill import engine, promises
 from hotbunk.conformance.drill.plan import SOURCE, Fault, How
-from hotbunk.rollout import errors
+from hotbunk.rollout import errors, native
 from hotbunk.rollout.backends.oracle.model import weights_at
 from hotbunk.rollout.binding import dtype_from
 from hotbunk.rollout.contract import (
@@ -41,7 +41,8 @@ ROUND = 60.0  # seconds; a round that takes longer waited for something without 
 QUICK = Deadlines(
     hold=20.0, drain=2.0, memory=2.0, update=UPDATE, inspect=1.0, grace=1.0, start=60.0
 )
-TRANSPORTS = ("shm", "disk", "collective")
+# ``ipc`` shares memory of the fake device (simulated), which a pure install has not.
+TRANSPORTS = ("shm", "disk", "collective", *(("ipc",) if native.available() else ()))
 NEED_TORCH = ("collective",)
 SETUP = "hotbunk.conformance.drill.engine:setup"
 
@@ -128,6 +129,8 @@ class Drill:
             options: dict[str, Any] = {"stall": STALL}
             if name == "disk":
                 options["root"] = self.folder / "published"
+            if name == "ipc":
+                options["device"] = "fake"
             self._transports[name] = load_transport(name)(**options)
         return self._transports[name]
 
