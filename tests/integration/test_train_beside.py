@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -17,11 +18,13 @@ from typing import Any
 
 import psutil
 import pytest
+import typer
 
 pytest.importorskip("torch")
 
 import torch
 
+from hotbunk.benchmarks import dip
 from hotbunk.rollout import process
 from hotbunk.rollout.errors import ConfigError, DeadlineExceeded, TooFewReplicas
 from hotbunk.trainer_hooks.recipes import config as configuration
@@ -30,6 +33,8 @@ from hotbunk.trainer_hooks.recipes.learner import Learner
 from hotbunk.trainer_hooks.recipes.preflight import plan_run
 from hotbunk.trainer_hooks.recipes.train import train
 
+# The package's attribute of this name is the command.
+cli_train = importlib.import_module("hotbunk.cli.train")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "NO_COLOR": "1"}
 # One thread each: crews that work at the same time would otherwise wait for one another's threads.
 SMALL = (
@@ -291,3 +296,39 @@ def test_interrupted_it_ends_cleanly_and_goes_on_from_its_checkpoint_v14(tmp_pat
     assert metrics[done]["rollout/version"] == done
     assert metrics[-1]["rollout/incarnation"] == 1
     assert max(row["rollout/staleness_max"] for row in metrics) <= 1
+
+
+def test_the_second_ctrl_c_is_an_end_and_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancelled(plan: object, **_: object) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(1)
+
+    monkeypatch.setattr("hotbunk.trainer_hooks.recipes.train.train", cancelled)
+    with pytest.raises(typer.Exit) as ended:
+        cli_train.run([f"out={tmp_path / 'run'}"], show=False)
+    assert ended.value.exit_code == 130
+
+
+# -- what a sync costs --------------------------------------------------------------------------
+
+
+def test_bench_dip_keep_loses_no_token() -> None:
+    """The row `dip`: of the ways to pause, only beginning again loses tokens."""
+    size = dip.Size(requests=3, prompt=8, tokens=24, begun=6, hidden=32, layers=1, repeats=1)
+    made, _ = dip.measured(size, lambda part: None)
+    found = {row.name: row for row in made}
+    assert len(found) == 4 * len(dip.WAYS)
+    for way in dip.WAYS:
+        lost = found[f"dip_{way}_lost"]
+        assert (lost.ours, lost.unit, lost.ratio_peer) == (0, "tokens", None)
+        assert lost.peer is not None
+        assert lost.peer >= size.requests * size.begun
+        assert found[f"dip_{way}_still"].ours > 0
+        assert found[f"dip_{way}_late"].ours > 0
+    assert found["dip_keep_recomputed"].ours >= size.requests * (size.prompt + size.begun)
+    assert found["dip_abort_recomputed"].ours >= size.requests * (size.prompt + size.begun)
+    assert found["dip_keep_stale_kv_recomputed"].ours == found["dip_wait_recomputed"].ours == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -33,6 +34,7 @@ class Handle:
     def __init__(self, name: str) -> None:
         self.name, self.health = name, Health.OK
         self.version: Version | None = None
+        self.serves = True
 
 
 class Fleet:
@@ -65,6 +67,7 @@ class Fleet:
         for one in outcomes:
             if one.outcome is Outcome.COMMITTED:
                 self.there[one.replica].version = version
+                self.there[one.replica].serves = True
         report = SyncReport(version, outcomes, {"sync": 0.5}, 0.5)
         if not report.ok:
             raise SyncFailed("some did not", report)
@@ -76,7 +79,7 @@ class Fleet:
             status = Status(handle.name, handle.health)
             if handle.version is not None:
                 status.versions[TARGET] = handle.version
-            status.servable = handle.version is not None
+            status.servable = handle.serves and handle.version is not None
             said.append(status)
         return said
 
@@ -171,6 +174,36 @@ async def test_what_is_being_sent_is_not_overwritten(module: Any) -> None:
     assert [value for _, _, value in fleet.sent] == [1.0, 2.0]
 
 
+async def test_what_is_being_overwritten_is_not_sent(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines are ready for version 2 while its copy becomes version 3: they wait for 3."""
+    fleet, told = Fleet("r0"), list[int]()
+    async with publishing(fleet, module, told) as (publisher, _):
+        fleet.open.clear()
+        await publisher.publish(Version(0, 1))
+        await fleet.began.wait()
+        await publisher.publish(Version(0, 2))
+        half, go = threading.Event(), threading.Event()
+        real = WeightCopy.refresh
+
+        def slowly(self: WeightCopy) -> None:
+            half.set()
+            go.wait(10)
+            real(self)
+
+        monkeypatch.setattr(WeightCopy, "refresh", slowly)
+        publishing_3 = asyncio.create_task(publisher.publish(Version(0, 3)))
+        await asyncio.to_thread(half.wait, 10)
+        fleet.open.set()
+        await until(lambda: 1 in told)
+        await asyncio.sleep(0.05)
+        go.set()
+        await publishing_3
+        await until(lambda: 3 in told)
+        assert [step for step, _, _ in fleet.sent] == [1, 3]
+
+
 async def test_one_that_joins_late_gets_the_last_version(module: Any) -> None:
     """A lost replica's successor, before the first new version and after it."""
     fleet, told = Fleet("r0"), list[int]()
@@ -182,7 +215,9 @@ async def test_one_that_joins_late_gets_the_last_version(module: Any) -> None:
         await until(lambda: 1 in told)
         fleet.there["r1"] = Handle("r1")
         await until(lambda: fleet.sent[-1] == (1, ("r1",), 1.0) and publisher.idle)
-        assert publisher.take().resent == 2
+        fleet.there["r0"].serves = False  # it lost what it had, and kept its label
+        await until(lambda: fleet.sent[-1] == (1, ("r0",), 1.0) and publisher.idle)
+        assert publisher.take().resent == 3
 
 
 async def test_the_dead_are_left_to_the_supervisor(module: Any) -> None:

@@ -23,9 +23,10 @@ async def test_a_cancelled_wait_ends_after_the_work_it_waited_for() -> None:
 
     waiting = asyncio.create_task(in_thread(work))
     await asyncio.to_thread(begun.wait, 10)
-    waiting.cancel()
-    await asyncio.sleep(0.02)
-    assert not waiting.done(), "the work still uses its memory"
+    for _ in range(3):
+        waiting.cancel()
+        await asyncio.sleep(0.02)
+        assert not waiting.done(), "the work still uses its memory"
     go.set()
     with pytest.raises(asyncio.CancelledError):
         await waiting

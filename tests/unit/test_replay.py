@@ -122,6 +122,17 @@ async def test_an_overdue_group_is_left_out_and_counted() -> None:
     assert (now.grown["overdue_groups"], now.grown["tokens_overdue"], now.backlog) == (1, 3, 0)
 
 
+async def test_what_waits_may_become_overdue_as_a_batch_is_taken() -> None:
+    """A later group may have begun with older weights: an earlier one was held for longer."""
+    target = replay(batch=1, limit=1, step=1)
+    first, second = begin(target, 0, 1), begin(target, 1, 0)
+    for group in (second, first):
+        target.finish(group)
+    assert target.take() == [first]
+    assert target.snapshot().grown["overdue_groups"] == 1
+    assert target.take() is None
+
+
 async def test_one_old_response_makes_a_group_overdue() -> None:
     target = replay(batch=1, limit=0)
     target.now = at(3)

@@ -41,7 +41,8 @@ def train(
         bool, typer.Option("--show", help="Print the configuration and do nothing.")
     ] = False,
 ) -> None:
-    """Train a policy with GRPO while the engine sleeps and wakes around every step.
+    """Train a policy with GRPO while the engine sleeps and wakes around every step, or
+    (trainer=grpo_async) generates beside it.
 
     Without arguments: a tiny model learns to copy digits in about a minute. Groups to choose
     from: preset (tiny, smollm2), rollout, transport, trainer, task.
@@ -120,7 +121,7 @@ def serve(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="Which one: kernels, manager or pool.")],
+    name: Annotated[str, typer.Argument(help="Which one: dip, kernels, manager, pool or sync.")],
     json: Annotated[Path | None, typer.Option(help="The file to write the rows into.")] = None,
     md: Annotated[
         Path | None,

@@ -14,7 +14,9 @@ from hotbunk.rollout.errors import ConfigError, closest
 from hotbunk.rollout.registry import missing
 
 # Each has run(tell) -> (rows, settings).
-BENCHMARKS = {name: f"hotbunk.benchmarks.{name}" for name in ("kernels", "manager", "pool", "sync")}
+BENCHMARKS = {
+    name: f"hotbunk.benchmarks.{name}" for name in ("dip", "kernels", "manager", "pool", "sync")
+}
 
 
 def run(name: str, *, json: Path | None, md: Path | None, peer_python: Path | None = None) -> None:

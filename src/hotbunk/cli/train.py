@@ -53,7 +53,10 @@ def run(overrides: Sequence[str], *, show: bool) -> None:
             stop.listen()
             return await train(plan, on_step=table.show, stopping=lambda: stop.asked)
 
-        done = asyncio.run(job())
+        try:
+            done = asyncio.run(job())
+        except asyncio.CancelledError:  # by the second signal: everything in flight has ended
+            raise typer.Exit(130) from None
     table.farewell(done, interrupted=stop.asked)
     if stop.asked:
         raise typer.Exit(130)
