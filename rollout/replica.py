@@ -10,20 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from hotbunk.rollout import errors
-from hotbunk.rollout.calls import bounded, engine_failed
 from hotbunk.rollout.contract import (
-    ADAPTER_PREFIX,
     FULL,
     TARGET,
     AbortReport,
-    BackendStatus,
     Cache,
     Capabilities,
     Digests,
@@ -43,11 +39,16 @@ from hotbunk.rollout.contract import (
     Version,
     parse_tags,
 )
-from hotbunk.rollout.gate import CALLER, SLEEP, Entry, Gate, Stage
+from hotbunk.rollout.gate import CALLER, SLEEP, Gate, Stage
 from hotbunk.rollout.lifecycle import Residency, Weights
+from hotbunk.rollout.line import EngineLine
+from hotbunk.rollout.looking import looked
+from hotbunk.rollout.one_verb import OneVerb
+from hotbunk.rollout.parking import Parking
 from hotbunk.rollout.quiesce import EnginePauses
 from hotbunk.rollout.registry import open_transfer
-from hotbunk.rollout.status import Deadlines, Health, PauseInfo, ReplicaStatus, TimelineEvent
+from hotbunk.rollout.serving import Serving
+from hotbunk.rollout.status import Deadlines, Health, ReplicaStatus, TimelineEvent
 from hotbunk.rollout.updates import Updates
 
 T = TypeVar("T")
@@ -69,18 +70,35 @@ class Replica:
         fed_groups: Collection[str] | None = None,
     ) -> None:
         self.backend = backend
-        self.name = name
         self.deadlines = deadlines or Deadlines()
         self.timeline: deque[TimelineEvent] = deque(maxlen=10_000)
         self._fed_groups = fed_groups
         self._gate = Gate(self.deadlines.hold)
-        self._lock = asyncio.Lock()
-        self._lost = ""
+        self._line = EngineLine(backend, name, self.deadlines, self._gate.let_go)
         self._pauses = EnginePauses(
-            backend, self._gate, self.deadlines, self._call, self._may_open, self.timeline.append
+            backend,
+            self._gate,
+            self.deadlines,
+            self._line.call,
+            self._may_open,
+            self.timeline.append,
+        )
+        self._exclusive = OneVerb(
+            self._line, self._gate, self._pauses, self.deadlines, self.timeline.append
         )
         self._updates: Updates
+        self._parking: Parking
+        self._serving: Serving
         self._residency: Residency
+
+    @property
+    def name(self) -> str:
+        """Unique in its pool; errors carry it."""
+        return self._line.name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._line.name = name
 
     @property
     def capabilities(self) -> Capabilities:
@@ -89,25 +107,28 @@ class Replica:
 
     async def start(self) -> None:
         """Start the backend and take its word for what is loaded."""
-        self.backend.on_lost = self._lose
+        self.backend.on_lost = self._line.lose
         await self.backend.start()
         caps = self.capabilities
         fed = self._fed_groups
         if fed is None:
             fed = [group for group, feedable in caps.groups.items() if feedable]
-        said = await self._call("status", self.backend.status(), self.deadlines.inspect)
+        said = await self._line.call("status", self.backend.status(), self.deadlines.inspect)
         self._residency = Residency(
             {group: said.versions.get(group) for group in caps.groups},
             fed=fed,
             retentions=caps.retentions,
         )
-        self._updates = Updates(self.backend, self._residency, self.deadlines, self._call)
+        self._updates = Updates(self.backend, self._residency, self.deadlines, self._line.call)
+        shared = (self.backend, self._line, self._gate, self._residency, self.deadlines)
+        self._parking = Parking(*shared)
+        self._serving = Serving(*shared, self._poisoned)
         if not self._residency.servable():
             await self._pauses.quiesce("start", None)  # an engine without content starts no step
 
     async def close(self) -> None:
         """End every request, then the backend. Idempotent."""
-        self._lost = self._lost or "closed"
+        self._line.lost = self._line.lost or "closed"
         self._gate.let_go("the replica was closed")
         await self.backend.close()
 
@@ -117,12 +138,12 @@ class Replica:
         """As the contract says; a sleep ends when its last tag is back."""
         wanted = parse_tags(tags)
         async with self._exclusive("resume", quiesce=False):
-            return await self._resume(wanted)
+            return await self._parking.resume(wanted)
 
     async def resume_kv_cache(self) -> MemoryReport:
         """Map the KV cache again, empty."""
         async with self._exclusive("resume_kv_cache", quiesce=False):
-            return await self._resume((Tag.KV_CACHE,))
+            return await self._parking.resume((Tag.KV_CACHE,))
 
     async def release(
         self,
@@ -146,13 +167,13 @@ class Replica:
             have = ", ".join(sorted(caps.retentions))
             raise errors.Unsupported(f"retention {retention.value!r}", caps.backend, f"has {have}")
         kv_only = wanted == (Tag.KV_CACHE,)
-        self._require("release_kv_cache" if kv_only else "release")
+        self._line.require("release_kv_cache" if kv_only else "release")
         if keep_kv:
-            self._require("keep_kv")
+            self._line.require("keep_kv")
         if not wanted:
             return await self.memory()
         async with self._exclusive("release", deadline=deadline):
-            return await self._release(wanted, retention, keep_kv)
+            return await self._parking.release(wanted, retention, keep_kv)
 
     async def release_kv_cache(
         self, *, keep_kv: bool = False, deadline: float | None = None
@@ -193,7 +214,7 @@ class Replica:
 
     # -- generation ---------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         """Stream one request; while a pause is held it waits, at most the hold deadline.
 
         A request that waited too long, or whose replica was poisoned or lost meanwhile, ends with
@@ -203,31 +224,7 @@ class Replica:
             is missing.
         :raises RequestRejected: the pinned version is not resident, or the replica turns away.
         """
-        entry = self._gate.enter(request)
-        stream: AsyncIterator[TokenChunk] | None = None
-        try:
-            self._check_alive()
-            if self._gate.closed and self._is_poisoned_for(request):
-                # Nobody waits for a replica that only a resend can heal.
-                entry.move(0.0, "the replica is poisoned by a failed update")
-            if not await self._gate.passed(entry):
-                for last in entry.ended(self._version()):
-                    yield last
-                return
-            self._admit(request)
-            entry.stage = Stage.RUNNING
-            stream = self.backend.generate(request)
-            while entry.left:
-                chunk = await self._next(entry, stream)
-                if chunk is None:
-                    for last in entry.ended(self._version()):
-                        yield last
-                    return
-                yield entry.seen(chunk)
-        finally:
-            self._gate.leave(entry)
-            if stream is not None:
-                await stream.aclose()  # type: ignore[attr-defined]
+        return self._serving.generate(request)
 
     async def pause_generation(
         self,
@@ -249,18 +246,18 @@ class Replica:
         if ability is None or not ability:
             hint = ability.how if ability else ""
             raise errors.Unsupported(f"pause mode {mode.value!r}", self.capabilities.backend, hint)
-        self._check_alive()
+        self._line.check_alive()
         self._gate.hold(owner, mode, clear_cache, reject)
         began = time.perf_counter()
-        with self._located():
+        with self._line.located():
             drains = mode is not PauseMode.WAIT or await self._pauses.may_drain(
-                self._lock, deadline
+                self._exclusive.lock, deadline
             )
         # What is frozen over missing content stays frozen: it cannot be let finish.
         how = mode if drains else PauseMode.KEEP
         report = None
         if owner in self._gate.pauses:
-            with self._located():
+            with self._line.located():
                 report = await self._pauses.pause("pause", how, clear_cache, deadline)
         if report is None or owner not in self._gate.pauses:
             await self._pauses.reopen()
@@ -278,19 +275,7 @@ class Replica:
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> AbortReport:
         """End requests wherever they are: held, running or frozen. Never waits for a verb."""
-        held = set(self._gate.ids(Stage.HELD))
-        running = set(self._gate.ids(Stage.RUNNING))
-        wanted = held | running if request_ids is None else set(request_ids)
-        self._gate.let_go("aborted", Stage.HELD, ids=wanted & held, retryable=False)
-        ended = wanted & held
-        if wanted & running:
-            self._require("abort")
-            ids = sorted(wanted & running)
-            for key in ids:
-                self._gate.entries[key].aborted = True
-            said = await self._call("abort", self.backend.abort(ids), self.deadlines.drain)
-            ended |= set(said.aborted)
-        return AbortReport(tuple(sorted(ended)), tuple(sorted(wanted - ended)))
+        return await self._serving.abort(request_ids)
 
     async def reset_caches(self, which: Collection[Cache] | None = None) -> None:
         """Forget caches, once generation stands still.
@@ -301,7 +286,7 @@ class Replica:
             if cache not in self.capabilities.caches:
                 raise errors.Unsupported(f"resetting cache {cache!r}", self.capabilities.backend)
         async with self._exclusive("reset_caches"):
-            await self._call(
+            await self._line.call(
                 "reset_caches", self.backend.reset_caches(which), self.deadlines.memory
             )
 
@@ -350,52 +335,31 @@ class Replica:
 
     async def status(self) -> ReplicaStatus:
         """What is true now, without waiting for any verb in progress."""
-        limit, grace = self.deadlines.inspect, self.deadlines.grace
-        try:
-            said = await bounded("status", self._backend_status(), limit, grace=grace)
-        except (errors.DeadlineExceeded, errors.EngineFailed, errors.ReplicaLost):
-            said = BackendStatus(busy=True)  # hung or dead: what the replica knows still counts
-        now = asyncio.get_running_loop().time()
-        state = self._residency
-        return ReplicaStatus(
-            name=self.name,
-            health=self.health,
-            groups={name: str(group) for name, group in state.groups.items()},
-            versions=state.versions(),
-            kv=state.kv,
-            pauses=tuple(
-                PauseInfo(p.owner, p.mode, now - p.since) for p in self._gate.pauses.values()
-            ),
-            held=self._gate.ids(Stage.HELD),
-            running=self._gate.ids(Stage.RUNNING),
-            is_paused=self._gate.closed,
-            is_sleeping=SLEEP in self._gate.pauses,
-            servable=state.servable() and not self._lost,
-            backend=said,
-            newest=state.newest(),
+        return await looked(
+            self.backend,
+            self._line,
+            self._gate,
+            self._residency,
+            self.deadlines,
+            lambda: self.health,
         )
-
-    async def _backend_status(self) -> BackendStatus:
-        try:
-            return await self.backend.status()
-        except errors.ReplicaLost as error:
-            self._lose(error.what)  # the engine's own word: it is dead, not slow
-            raise
 
     async def digest(self, names: Collection[str] | None = None) -> Digests:
         """Fingerprints as the bytes lie in the engine."""
-        self._require("digest")
+        self._line.require("digest")
         async with self._exclusive("digest", quiesce=False):
-            return await self._call("digest", self.backend.digest(names), self.deadlines.memory)
+            return await self._line.call(
+                "digest", self.backend.digest(names), self.deadlines.memory
+            )
 
     async def memory(self) -> MemoryReport:
         """What is resident now."""
-        return await self._call("memory", self.backend.memory(), self.deadlines.memory)
+        return await self._line.call("memory", self.backend.memory(), self.deadlines.memory)
 
     @property
     def health(self) -> Health:
         """OK, poisoned (some group is DIRTY), or lost."""
-        if self._lost:
+        if self._line.lost:
             return Health.LOST
         return Health.POISONED if self._poisoned() else Health.OK
 
@@ -406,7 +370,7 @@ class Replica:
         """
         known = set(self._gate.ids(Stage.RUNNING))  # one that ends meanwhile is no stranger
         status = await self.status()
-        if self._lost or self._lock.locked() or status.backend.busy:
+        if self._line.lost or self._exclusive.lock.locked() or status.backend.busy:
             return
         assert not self._pauses.open or not self._gate.closed, "engine open behind a closed gate"
         assert not self._pauses.open or status.servable, "engine open without content"
@@ -421,163 +385,13 @@ class Replica:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _version(self) -> Version:
-        return self._residency.versions().get(TARGET, Version())
-
     def _poisoned(self) -> frozenset[str]:
         return self._residency.poisoned() - self._updates.under_way
-
-    def _is_poisoned_for(self, request: GenerateRequest) -> bool:
-        own = f"{ADAPTER_PREFIX}{request.adapter}"
-        return any(
-            group == own or not group.startswith(ADAPTER_PREFIX) for group in self._poisoned()
-        )
-
-    def _admit(self, request: GenerateRequest) -> None:
-        """Between this check and the engine's queue there is no suspension point."""
-        self._check_alive()
-        self._residency.check_generate(request.adapter)
-        if request.version is not None and request.version != self._version():
-            raise errors.RequestRejected(
-                f"request {request.request_id!r} is pinned to version {request.version} and "
-                f"{self._version()} is resident",
-                where=self.name,
-            )
-
-    async def _next(self, entry: Entry, stream: AsyncIterator[TokenChunk]) -> TokenChunk | None:
-        """The next chunk; None if the request was let go meanwhile."""
-        try:
-            async with entry.waiting():
-                return await anext(stream)
-        except errors.HotbunkError as error:
-            if isinstance(error, errors.ReplicaLost):
-                entry.waited()  # this wait has ended; letting everybody go must not move it
-                self._lose(error.what)
-            if entry.gone:  # who was slow to read is told what the others were told
-                return None
-            raise
-        except StopAsyncIteration:
-            raise errors.EngineFailed(
-                f"the engine ended request {entry.request.request_id!r} without a finish reason",
-                where=self.name,
-            ) from None
-        except Exception as error:
-            if isinstance(error, TimeoutError) and entry.until is not None:
-                return None
-            raise engine_failed("generate", error).at(self.name) from error
-        finally:
-            entry.waited()
-
-    def _check_alive(self) -> None:
-        if self._lost:
-            raise errors.ReplicaLost(self._lost, where=self.name, remedy="restart the engine")
-
-    @contextmanager
-    def _located(self) -> Iterator[None]:
-        """Errors say which replica they are about."""
-        try:
-            yield
-        except errors.HotbunkError as error:
-            if self.name not in error.where:
-                error.at(self.name)
-            raise
-
-    def _require(self, verb: str) -> None:
-        ability = getattr(self.capabilities, verb)
-        if not ability:
-            raise errors.Unsupported(verb, self.capabilities.backend, ability.how)
-
-    @asynccontextmanager
-    async def _exclusive(
-        self, verb: str, *, quiesce: bool = True, deadline: float | None = None
-    ) -> AsyncIterator[None]:
-        """One verb at a time, and (``quiesce``) generation standing still around it.
-
-        Waiting for the lock is bounded by the longest verb there is, so a hung one ends in a
-        typed error here too.
-        """
-        self._check_alive()
-        try:
-            async with asyncio.timeout(self.deadlines.update + self.deadlines.memory):
-                await self._lock.acquire()
-        except TimeoutError:
-            raise errors.DeadlineExceeded(
-                f"waiting for the verb before {verb}",
-                self.deadlines.update + self.deadlines.memory,
-                where=self.name,
-            ) from None
-        owner, began, failure = f"verb {verb}", time.perf_counter(), ""
-        try:
-            self._check_alive()
-            if quiesce:
-                self._gate.hold(owner, PauseMode.WAIT, clear_cache=False)
-                await self._pauses.quiesce(verb, deadline)
-            yield
-        except errors.HotbunkError as error:
-            failure = type(error).__name__
-            if self.name not in error.where:
-                error.at(self.name)
-            raise
-        finally:
-            self._gate.drop(owner)
-            self._lock.release()
-            self.timeline.append(TimelineEvent(verb, began, time.perf_counter() - began, failure))
-            await self._pauses.reopen()
-
-    async def _resume(self, tags: Collection[Tag]) -> MemoryReport:
-        report = await self._memory_verb("resume", self.backend.resume(tags))
-        self._residency.resumed(tags)
-        if self._residency.mapped() == frozenset(Tag):
-            self._gate.drop(SLEEP)
-        return report
-
-    async def _release(
-        self, tags: Collection[Tag], retention: Retention, keep_kv: bool
-    ) -> MemoryReport:
-        if not self.capabilities.keep_release:
-            # Not the gate's view: an aborted request is there until its client has read its end.
-            said = await self._call("status", self.backend.status(), self.deadlines.inspect)
-            if said.frozen:
-                raise errors.Unsupported(
-                    "release under kept requests",
-                    self.capabilities.backend,
-                    self.capabilities.keep_release.how,
-                )
-        verb = "release"
-        if tuple(tags) == (Tag.KV_CACHE,):
-            verb = "release_kv_cache"
-            coro = self.backend.release_kv_cache(keep_kv=keep_kv)
-        else:
-            overrides = self._residency.overrides(retention)
-            coro = self.backend.release(
-                tags, retention=retention, overrides=overrides, keep_kv=keep_kv
-            )
-        try:
-            report = await self._memory_verb(verb, coro)
-        except errors.ReleaseIncomplete:
-            self._residency.released(tags, retention)  # the content is gone, if not every byte
-            raise
-        except errors.ReleaseUndone:
-            self._residency.released(tags, retention)
-            self._residency.resumed(tags)
-            raise
-        self._residency.released(tags, retention)
-        return report
-
-    async def _memory_verb(self, verb: str, coro: Awaitable[MemoryReport]) -> MemoryReport:
-        """A memory verb that does not come back, or crashes, leaves memory in an unknown state."""
-        began = time.perf_counter()
-        try:
-            report = await self._call(verb, coro, self.deadlines.memory)
-        except (errors.DeadlineExceeded, errors.EngineFailed, asyncio.CancelledError):
-            self._lose(f"{verb} was cut off, so what is mapped is unknown")
-            raise
-        return msgspec.structs.replace(report, seconds=time.perf_counter() - began)
 
     async def _opened(self, ticket: Ticket, seconds: float) -> Transfer:
         engine = self.backend
         opened = engine.open_transfer if isinstance(engine, OpensTransfers) else open_transfer
-        with self._located():
+        with self._line.located():
             try:
                 async with asyncio.timeout(seconds):
                     return await opened(ticket)
@@ -602,17 +416,4 @@ class Replica:
             raise
 
     def _may_open(self) -> bool:
-        return not self._lost and self._residency.servable()
-
-    async def _call(self, verb: str, coro: Awaitable[T], seconds: float) -> T:
-        try:
-            result = await bounded(verb, coro, seconds, grace=self.deadlines.grace)
-        except errors.ReplicaLost as error:
-            self._lose(error.what)
-            raise
-        self._check_alive()  # what an engine that was lost meanwhile answers is nobody's
-        return result
-
-    def _lose(self, why: str) -> None:
-        self._lost = self._lost or why
-        self._gate.let_go(f"the replica was lost: {why}")
+        return not self._line.lost and self._residency.servable()

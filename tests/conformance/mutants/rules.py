@@ -9,6 +9,7 @@ from hotbunk.rollout.backends.oracle.engine import OracleEngine
 from hotbunk.rollout.contract import Retention
 from hotbunk.rollout.gate import CALLER, SLEEP, Gate
 from hotbunk.rollout.lifecycle import WEIGHT_RULES, Event, Residency, Weights
+from hotbunk.rollout.parking import Parking
 from hotbunk.rollout.quiesce import EnginePauses
 from hotbunk.rollout.replica import Replica
 from hotbunk.rollout.updates import Updates
@@ -73,14 +74,14 @@ def a_discard_forgets_the_newest_version(patch: Patches) -> None:
 @mutant("callers_pause_survives_a_wake")
 def a_wake_ends_a_callers_pause(patch: Patches) -> None:
     """A wake un-pauses what a caller paused (H17)."""
-    original = Replica._resume
+    original = Parking.resume
 
-    async def rude(self: Replica, tags: Any) -> Any:
+    async def rude(self: Parking, tags: Any) -> Any:
         report = await original(self, tags)
         self._gate.drop(CALLER)
         return report
 
-    patch.setattr(Replica, "_resume", rude)
+    patch.setattr(Parking, "resume", rude)
 
 
 @mutant("golden_after_a_backup_cycle")
