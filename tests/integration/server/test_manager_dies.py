@@ -60,8 +60,9 @@ def trainers() -> Iterator[list[Trainer]]:
 
 
 async def test_a_killed_manager_is_replaced_and_its_server_never_stopped_serving(
-    server: Any, model: Path, other: Path, kit: Any, trainers: list[Trainer]
+    serve: Any, model: Path, other: Path, kit: Any, trainers: list[Trainer]
 ) -> None:
+    server = serve("--preset", "tiny", "--dev")  # its own: others expect incarnation 0
     handle = await HttpHandle.connect(HttpOptions(server.url), "r0")
 
     async def serving() -> tuple[Version, list[Path]]:
