@@ -15,6 +15,7 @@ from hotbunk.rollout.backends.oracle.model import WeightGroup
 from hotbunk.rollout.backends.oracle.scheduler import Request, Scheduler
 from hotbunk.rollout.contract import TARGET, Tag, TokenChunk
 from hotbunk.rollout.gate import SLEEP
+from hotbunk.rollout.parking import Parking
 from hotbunk.rollout.replica import Replica
 
 
@@ -69,14 +70,14 @@ def log_probs_are_off_after_a_wake(patch: Patches) -> None:
 @mutant("half_awake_serves_nobody")
 def the_first_wake_opens(patch: Patches) -> None:
     """Sleep's pause ends with the first tag that is back (G1)."""
-    original = Replica._resume
+    original = Parking.resume
 
-    async def eager(self: Replica, tags: Any) -> Any:
+    async def eager(self: Parking, tags: Any) -> Any:
         report = await original(self, tags)
         self._gate.drop(SLEEP)
         return report
 
-    patch.setattr(Replica, "_resume", eager)
+    patch.setattr(Parking, "resume", eager)
 
 
 @mutant("requests_during_a_sleep_are_held_and_served")
@@ -145,10 +146,10 @@ def the_prefix_cache_survives_a_release(patch: Patches) -> None:
 def a_memory_verb_that_broke_is_forgotten(patch: Patches) -> None:
     """What is mapped is unknown, and the replica goes on as before (M6)."""
 
-    async def trusting(self: Replica, verb: str, coro: Any) -> Any:
-        return await self._call(verb, coro, self.deadlines.memory)
+    async def trusting(self: Parking, verb: str, coro: Any) -> Any:
+        return await self._line.call(verb, coro, self._deadlines.memory)
 
-    patch.setattr(Replica, "_memory_verb", trusting)
+    patch.setattr(Parking, "_memory_verb", trusting)
 
 
 @mutant("killed_and_started_anew")

@@ -158,7 +158,7 @@ def an_update_error_ends_the_replica(patch: Patches) -> None:
         try:
             return await original(self, transfer, groups, deadline)
         except errors.UpdateFailed as error:
-            self._lose(str(error))
+            self._line.lose(str(error))
             raise
 
     patch.setattr(Replica, "_update", fragile)
