@@ -164,6 +164,8 @@ class Gate:
             raise UsageError(
                 f"request {request.request_id!r} needs a prompt, and max_tokens and n of 1 or more"
             )
+        if min(request.prompt) < 0:
+            raise UsageError(f"request {request.request_id!r} has a negative token id")
         if self.rejecting:
             raise ReplicaRejecting(
                 f"request {request.request_id!r} was turned away",

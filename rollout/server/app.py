@@ -24,6 +24,7 @@ from hotbunk.rollout.server.plane import (
     require_local,
 )
 from hotbunk.rollout.server.problems import RETRY_SECONDS, problem
+from hotbunk.rollout.server.session import Session
 from hotbunk.rollout.server.settings import Settings
 from hotbunk.rollout.server.streams import LEFT
 from hotbunk.rollout.server.text import Texts, Tokenizer
@@ -55,7 +56,7 @@ def create_app(
         guarded = [*keyed, Depends(require_local)]
         app.include_router(control.router, dependencies=guarded)
         app.include_router(weights.router, dependencies=guarded)
-        app.state.session = weights.Session(plane)
+        app.state.session = Session(plane)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HotbunkError, _failed)
     app.add_exception_handler(HTTPException, _refused)

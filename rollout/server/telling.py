@@ -28,6 +28,7 @@ class Choice:
         self._decoder = Decoder(plane.texts)
         self._stops = Stops(() if body.include_stop_str_in_output else body.stops)
         self._characters = 0
+        self._begun = False
         self._chat = isinstance(body, ChatBody)
 
     def add(self, chunk: TokenChunk) -> dict[str, Any]:
@@ -41,7 +42,10 @@ class Choice:
         self.tokens.extend(chunk.token_ids)
         piece: dict[str, Any] = {"index": self.number}
         if self._chat:
-            piece["delta"] = {"content": text}
+            piece["delta"] = (
+                {"content": text} if self._begun else {"role": "assistant", "content": text}
+            )
+            self._begun = True
         else:
             piece["text"] = text
         piece |= {
@@ -164,7 +168,7 @@ class Telling:
             joined[number] = _join(joined[number], piece) if number in joined else piece
         choices = [joined[number] for number in sorted(joined)]
         for choice in choices if self._chat else ():
-            choice["message"] = {"role": "assistant", **choice.pop("delta")}
+            choice["message"] = {"role": "assistant"} | choice.pop("delta")
         return self._envelope(choices, "") | {"usage": self._usage()}
 
     def _envelope(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -197,7 +201,7 @@ def _join(so_far: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
         if key in ("text", "token_ids"):
             so_far[key] = have + value
         elif key == "delta":
-            so_far[key] = {"content": so_far["delta"]["content"] + value["content"]}
+            so_far[key]["content"] += value["content"]
         elif key == "logprobs" and have is not None:
             so_far[key] = {name: have[name] + value[name] for name in have}
         else:

@@ -39,11 +39,11 @@ class HttpUnderTest(ReferenceUnderTest):
             "the last tensor is still under way when the sender is asked for its fingerprints"
         )
         self._relay = relay
-        self._server: _Served | None = None
+        self._server: Served | None = None
 
     async def start(self) -> Engine:
         engine = await super().start()
-        served = self._server = _Served(engine, self.deadlines)
+        served = self._server = Served(engine, self.deadlines)
         await asyncio.get_running_loop().run_in_executor(None, served.start)
         return create_backend(
             "hotbunk_http", url=served.url, relay=self._relay, deadlines=self.deadlines
@@ -55,8 +55,11 @@ class HttpUnderTest(ReferenceUnderTest):
             await asyncio.get_running_loop().run_in_executor(None, served.stop)
 
 
-class _Served:
-    """One engine behind a replica and a server, in a thread with a loop of its own."""
+class Served:
+    """One engine behind a replica and a server, in a thread with a loop of its own.
+
+    ``replica`` is looked at on ``loop``.
+    """
 
     def __init__(self, engine: Engine, deadlines: Any) -> None:
         self._engine = engine
@@ -64,7 +67,8 @@ class _Served:
         self._ready = threading.Event()
         self._stop: Callable[[], object] = lambda: None
         self._failed: BaseException | None = None
-        self._loop = asyncio.new_event_loop()
+        self.replica: Replica
+        self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="server under test", daemon=True)
         self._sock = bind(HOST, 0)
         self.url = f"http://{HOST}:{self._sock.getsockname()[1]}"
@@ -80,24 +84,24 @@ class _Served:
     def stop(self) -> None:
         """End it; it has ended when this returns."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop)
+            self.loop.call_soon_threadsafe(self._stop)
             self._thread.join(START_SECONDS)
             if self._thread.is_alive():
                 raise DeadlineExceeded("ending the server under test", START_SECONDS)
 
     def _run(self) -> None:
         try:
-            self._loop.run_until_complete(self._serve())
+            self.loop.run_until_complete(self._serve())
         # Whatever it is, it is raised where the server was started.
         except BaseException as error:  # noqa: BLE001
             self._failed = error
         finally:
             self._ready.set()
             self._sock.close()
-            self._loop.close()
+            self.loop.close()
 
     async def _serve(self) -> None:
-        replica = Replica(self._engine, name="served", deadlines=self._deadlines)
+        self.replica = replica = Replica(self._engine, name="served", deadlines=self._deadlines)
         await replica.start()
         try:
             settings = Settings(model="suite", context=1 << 20, control=True)

@@ -143,9 +143,10 @@ async def a_pinned_version_is_served_or_refused(rig: Rig) -> None:
 
 @case()
 async def senseless_requests_are_refused(rig: Rig) -> None:
-    """No prompt, no tokens or responses asked for, or an id in use: a UsageError, and others go on."""
+    """No prompt or a senseless one, no tokens or responses, an id in use: a UsageError; others go on."""
     await rig.load(1)
     await expect(UsageError, rig.complete(()))
+    await expect(UsageError, rig.complete((1, -1, 2)))
     await expect(UsageError, rig.complete(rig.ut.prompts[0], -1))
     await expect(UsageError, rig.complete(rig.ut.prompts[0], sampling=Sampling(n=0)))
     twice = rig.request(rig.ut.prompts[0])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from hotbunk.conformance.tickets import ticket
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import PauseMode, Ticket
+from hotbunk.rollout.process import start_replica
 from hotbunk.rollout.server.problems import from_problem, problem
 from hotbunk.rollout.server.settings import digest_key, read_keys
 
@@ -324,6 +327,27 @@ async def test_a_request_held_too_long_ends_with_a_retryable_abort(place: Any) -
     choice = (await _ok(client, "/v1/completions", _asked()))["choices"][0]
     assert (choice["finish_reason"], choice["retryable"]) == ("abort", True)
     assert "held longer than" in choice["error"]
+
+
+async def test_an_engine_that_dies_is_told_as_503(place: Any) -> None:
+    """Streams end with a retryable abort; health, requests and verbs say that it is lost."""
+    replica = await start_replica("oracle", {"step_time": 0.005})
+    place.closing.append(replica.close)
+    served = await place.serve(replica)
+    client = await place.client(served.url)
+    body = _asked(900, stream=True)
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.aiter_lines()
+        await anext(lines)
+        os.kill(replica.pid, signal.SIGKILL)
+        rest = [json.loads(line[6:]) async for line in lines if line.startswith("data: {")]
+    last = rest[-1]["choices"][0]
+    assert (last["finish_reason"], last["retryable"]) == ("abort", True)
+    refused = await client.post("/v1/completions", json=_asked())
+    assert _kind(refused) == (503, "ReplicaLost")
+    assert _kind(await client.post("/pause")) == (503, "ReplicaLost")
+    assert (await client.get("/health")).status_code == 503
+    assert (await client.get("/metrics")).status_code == 200
 
 
 async def test_leaving_turns_requests_away_and_says_so(place: Any) -> None:
