@@ -8,6 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from hotbunk.trainer_hooks.recipes.config import load
+from hotbunk.trainer_hooks.recipes.preflight import plan_run
+from hotbunk.trainer_hooks.recipes.train import train
+
 DRIVER = Path(__file__).parents[1] / "programs" / "http_driver.py"
 
 
@@ -28,23 +34,18 @@ def test_the_independent_driver_holds_entirely(server: Any) -> None:
     assert len(done.stdout.splitlines()) > 28
 
 
-def test_a_trainer_drives_it(server: Any, tmp_path: Path) -> None:
+@pytest.mark.anyio
+async def test_a_trainer_drives_it(server: Any, tmp_path: Path) -> None:
     """GRPO with its engine behind HTTP: sleep, wake and sync a step, and the same log-probs."""
-    run, before = tmp_path / "run", server.get("/weight_version")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "hotbunk", "train", "rollout=hotbunk_http", "transport=shm"),
-            *(f"rollout.options.url={server.url}", "steps=2", "strict=true", f"out={run}"),
-            *("trainer.prompts=4", "trainer.group_size=4"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    before = server.get("/weight_version")["weight_version"]
+    settings = [
+        *("rollout=hotbunk_http", f"rollout.options.url={server.url}", "transport=shm"),
+        *("steps=2", "strict=true", "trainer.prompts=4", "trainer.group_size=4"),
+    ]
+    run = await train(plan_run(load([*settings, f"out={tmp_path / 'run'}"])))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert len(rows) == 2
-    incarnation = int(before["weight_version"].split(".")[0])
-    assert server.get("/weight_version") == {"weight_version": f"{incarnation + 1}.2"}
+    assert {row["rollout/logprob_mismatches"] for row in rows} == {0}
+    incarnation = int(before.split(".")[0]) + 1
+    assert {row["rollout/incarnation"] for row in rows} == {incarnation}
+    assert server.get("/weight_version") == {"weight_version": f"{incarnation}.2"}
     server.ok("/update_weights_from_disk")

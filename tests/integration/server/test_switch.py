@@ -17,51 +17,55 @@ from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import SyncPolicy
 from hotbunk.checkpoint_engine.transports.shm import ShmTransport
 from hotbunk.conformance.kit import greedy
-from hotbunk.conformance.rig import check_spans
 from hotbunk.rollout.backends.hotbunk_http.handle import HttpHandle
 from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
-from hotbunk.rollout.contract import Completion, Deployment, PauseMode, Version, collect
+from hotbunk.rollout.contract import Deployment, PauseMode, Version
 
 pytestmark = pytest.mark.anyio
-TOKENS = 180
+LONGEST = 900  # tokens; more than are made before the switch
+AFTER = 25  # tokens that are read after it
+
+Tokens = list[tuple[int, Version]]
 
 
-async def _switched(
-    handle: HttpHandle, kit: Any, switch: Any
-) -> list[tuple[list[int], Completion]]:
-    """Phase one: four requests, each with a few tokens before ``switch`` and the rest after."""
+async def _switched(handle: HttpHandle, kit: Any, switch: Any) -> list[tuple[list[int], Tokens]]:
+    """Phase one: four requests in flight, and the first tokens of each after ``switch``."""
     prompts = kit.prompts(4, longest=20)
-    streams = [handle.generate(kit.request(prompt, TOKENS)) for prompt in prompts]
+    streams = [handle.generate(kit.request(prompt, LONGEST)) for prompt in prompts]
+    made: list[Tokens] = [[] for _ in streams]
+
+    def note(number: int, chunk: Any) -> Version:
+        made[number] += [(token, chunk.version) for token in chunk.token_ids]
+        return chunk.version
+
     begun = await asyncio.gather(*(anext(stream) for stream in streams))
+    old = {note(number, chunk) for number, chunk in enumerate(begun)}
+    assert len(old) == 1
 
-    async def whole(first: Any, stream: Any) -> Completion:
-        async def both() -> Any:
-            yield first
-            async for chunk in stream:
-                yield chunk
+    async def read(number: int) -> None:
+        new = 0
+        async for chunk in streams[number]:
+            new += note(number, chunk) not in old
+            if new == AFTER:
+                await streams[number].aclose()
+                return
+        raise AssertionError(f"it ended with {new} tokens after the switch")
 
-        return await collect(both())
-
-    reading = [
-        asyncio.create_task(whole(first, stream))
-        for first, stream in zip(begun, streams, strict=True)
-    ]
+    reading = [asyncio.create_task(read(number)) for number in range(len(streams))]
     await switch()
-    done = await asyncio.gather(*reading)
-    return list(zip(prompts, done, strict=True))
+    await asyncio.gather(*reading)
+    return list(zip(prompts, made, strict=True))
 
 
-def _check(done: Any, models: dict[Version, Any]) -> None:
-    """Phase two."""
+def _check(done: list[tuple[list[int], Tokens]], models: dict[Version, Any]) -> None:
+    """Phase two: every token is its own version's, for the same prefix."""
     old, new = sorted(models)
-    for prompt, one in done:
-        check_spans(one)
-        assert len(one.token_ids) == TOKENS, "keep loses no token"
-        assert [span.version for span in one.spans] == [old, new]
-        for span in one.spans:
-            before = [*prompt, *one.token_ids[: span.start]]
-            expected = greedy(models[span.version], before, span.end - span.start)
-            assert list(one.token_ids[span.start : span.end]) == expected
+    for prompt, made in done:
+        before = [token for token, version in made if version == old]
+        after = [token for token, version in made if version == new]
+        assert [version for _, version in made] == [old] * len(before) + [new] * len(after)
+        assert before == greedy(models[old], prompt, len(before))
+        assert after == greedy(models[new], [*prompt, *before], len(after))
 
 
 async def test_by_ticket_under_a_manager(

@@ -1,0 +1,42 @@
+"""The conformance suite over a server: cases that go through every verb. All of them:
+``hotbunk conformance --backend hotbunk_http``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+
+from hotbunk.conformance.backends import under_test
+from hotbunk.conformance.case import REGISTRY, Status, all_cases
+from hotbunk.conformance.runner import run_case
+from hotbunk.conformance.under_test import BackendUnderTest
+
+pytestmark = pytest.mark.anyio
+CHOSEN = (
+    "pause_keep",
+    "discarded_weights_never_serve",
+    "frozen_requests_meet_new_weights_and_new_kv",
+    "bad_offers_are_refused",
+    "refused_by_another_rank",
+    "the_old_version_heals",
+    "without_fingerprints",
+    "partial_updates",
+)
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[BackendUnderTest]:
+    described = under_test("hotbunk_http")
+    yield described
+    described.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+async def test_over_http(http: BackendUnderTest, name: str) -> None:
+    all_cases()
+    result = await run_case(REGISTRY[name], http)
+    assert result.status is Status.PASS, result.detail
