@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from hotbunk.checkpoint_engine.source import state_dict_source
 from hotbunk.checkpoint_engine.transports.ipc import IpcTransport, devices
 from hotbunk.checkpoint_engine.transports.ipc.devices import Ledger, driver_of
+from hotbunk.checkpoint_engine.transports.ipc.receiver import IpcTransfer
+from hotbunk.checkpoint_engine.transports.mapped import Way
 from hotbunk.rollout import native
 from hotbunk.rollout.contract import Placement, ReceiverLayout, Version
 from hotbunk.rollout.errors import ConfigError, MemoryFault, TransferFailed, Unsupported
@@ -254,3 +257,34 @@ def test_devices_that_there_are_and_ledgers() -> None:
     ledger = Ledger()
     ledger.imported()
     assert ledger.live == 1
+
+
+@pytest.mark.parametrize(
+    "way, size",
+    [
+        (Way(False, 4096, "fake", "", 8192), None),
+        (Way(False, 4096, "fake", "", 4096), 8192),
+        (Way(False, 1 << 43, "fake", "", 1 << 44), 65536),
+        (Way(False, 4096, "fake", "", 65536), 4096),
+        (Way(False, 4096, "fake", "", 65537), 131072),
+        (Way(False, 4096, "fake", "", (1 << 63) + 5), 65536),
+        (Way(False, 4096, "file", "", 65536), 65536),
+        (Way(False, 4096, "fake", "", 65536), -1),
+    ],
+    ids=["none", "short", "far", "cut", "half a page", "overflow", "kind", "pipe"],
+)
+def test_a_hostile_sender_has_nothing_mapped(way: Way, size: int | None) -> None:
+    """Promises that the memory does not keep: refused, and the device holds nothing of it."""
+    transfer = IpcTransfer.__new__(IpcTransfer)
+    live, fds = devices.received.live, list(os.pipe())
+    if size is not None and size >= 0:
+        fds.append(os.memfd_create("hotbunk-test"))
+        os.ftruncate(fds[-1], size)
+    try:
+        with pytest.raises(TransferFailed):
+            transfer.map(way, None if size is None else fds[-1])
+    finally:
+        for fd in fds:
+            os.close(fd)
+    assert devices.received.live == live
+    assert devices.receiver_pool("fake", "").count("imported") == 0
