@@ -40,7 +40,9 @@ PEER_SECONDS = 300.0  # importing verl takes a while
 
 
 def run(tell: Callable[[str], None], *, peer_python: Path | None = None) -> tuple[list[Row], str]:
-    """Rows in milliseconds: a sync, a replica's share of it, and a sync with the replicas' rules.
+    """A sync and a replica's share of it in microseconds; in milliseconds one with replicas' rules.
+
+    The peer asks no replica how it is, has no deadlines, no undo and no outcomes.
 
     :param peer_python: an interpreter that has verl; its manager is the peer.
     """
@@ -52,10 +54,11 @@ def run(tell: Callable[[str], None], *, peer_python: Path | None = None) -> tupl
     rows = []
     for count in SIZES:
         tell(f"{count} replicas")
-        own = _ms(asyncio.run(_free(count)))
-        rows.append(_row(f"manager_{count}", own, peer.get(count)))
-        each = [[ms / count for ms in taken] for taken in (own, peer.get(count, []))]
-        rows.append(_row(f"manager_{count}_per_replica", *each))
+        both = [_ms(asyncio.run(_free(count))), peer.get(count, [])]
+        whole = [[ms * 1e3 for ms in taken] for taken in both]
+        rows.append(_row(f"manager_{count}", *whole, unit="us"))
+        each = [[us / count for us in taken] for taken in whole]
+        rows.append(_row(f"manager_{count}_per_replica", *each, unit="us"))
     for count in SIZES:
         tell(f"{count} replicas and their rules")
         reports = asyncio.run(_ruled(count))
@@ -84,14 +87,16 @@ def _peer(python: Path) -> dict[int, list[float]]:
     return {int(count): [s * 1e3 for s in seconds] for count, seconds in said.items()}
 
 
-def _row(name: str, values: Sequence[float], peer: Sequence[float] | None = None) -> Row:
+def _row(
+    name: str, values: Sequence[float], peer: Sequence[float] = (), *, unit: str = "ms"
+) -> Row:
     spread = [min(values), max(values)]
     ours = statistics.median(values)
     if not peer:
-        return Row(name, ours, None, None, "ms", None, None, len(values), spread)
+        return Row(name, ours, None, None, unit, None, None, len(values), spread)
     theirs = statistics.median(peer)
     spread += [min(peer), max(peer)]
-    return Row(name, ours, theirs, None, "ms", theirs / ours, None, len(values), spread, PEER)
+    return Row(name, ours, theirs, None, unit, theirs / ours, None, len(values), spread, PEER)
 
 
 def _ms(reports: Sequence[SyncReport]) -> list[float]:

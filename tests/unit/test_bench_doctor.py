@@ -149,9 +149,9 @@ def test_a_managers_own_time_is_measured_and_its_peer_must_run(
     fake.chmod(0o700)
     measured, _ = bench_manager.run(lambda text: None, peer_python=fake)
     found = {row.name: row for row in measured}
-    assert found["manager_1"].peer == 2.0
-    assert found["manager_3"].ratio_peer == pytest.approx(10 / found["manager_3"].ours)
-    assert found["rules_3"].ours > found["manager_3"].ours > 0
+    assert found["manager_1"].peer == 2000.0
+    assert found["manager_3"].ratio_peer == pytest.approx(10_000 / found["manager_3"].ours)
+    assert found["rules_3"].ours * 1e3 > found["manager_3"].ours > 0
     for path, message in ((tmp_path / "absent", "cannot be run"), (Path("/bin/false"), "failed")):
         with pytest.raises(ConfigError, match=message):
             bench_manager.run(lambda text: None, peer_python=path)
