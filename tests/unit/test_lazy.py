@@ -221,3 +221,45 @@ async def test_what_cannot_be_lazy_changes_nothing() -> None:
             await manager.update_weights(Broken(4), V[4])
         assert {(await h.status()).versions["target"] for h in handles} == {V[3]}
         assert len(manager.routable()) == 3
+
+
+async def test_a_take_that_hangs_is_given_up_and_holds_nobody_else_up() -> None:
+    hangs = {0: ("update/commit", Fault(Action.HANG))}
+    async with pool(hangs, **{**LAZY, "deadline": 20.0}) as (manager, handles):
+        await manager.update_weights(Weights(2), V[2])
+        await asyncio.sleep(10)
+        assert (manager.serves()["r1"], manager.serves()["r2"]) == (V[2], V[2])
+        assert (await ask(handles[1].replica, "a", 4).result()).spans[0].version == V[2]
+        await settled(manager, V[2])  # the next try heals it
+        ends = [one.outcomes[0] for one in manager.taken if one.outcomes[0].replica == "r0"]
+        assert [one.outcome for one in ends] == [Outcome.POISONED, Outcome.COMMITTED]
+        assert ends[0].error_type == "DeadlineExceeded"
+
+
+async def test_a_sync_of_all_waits_for_single_takes_and_comes_before_later_ones() -> None:
+    slow = {0: ("update/commit", Fault(Action.DELAY, seconds=30.0))}
+    async with pool(slow, **LAZY) as (manager, handles):
+        await manager.update_weights(Weights(2), V[2])
+        await asyncio.sleep(5)
+        assert manager.syncing
+        report = await manager.update_weights(Weights(3), V[3], policy=SyncPolicy())
+        assert {one.outcome for one in report.outcomes} == {Outcome.COMMITTED}
+        assert set(manager.serves().values()) == {V[3]}
+        order = [what for what, name, _ in handles[0].notes if name == "r0"]
+        assert order == ["paused", "acknowledged", "opened"] * 2, "two syncs of one replica at once"
+
+
+async def test_one_that_is_removed_as_it_takes_is_led_back_and_turns_away() -> None:
+    slow = {0: ("update/bucket", Fault(Action.DELAY, seconds=30.0))}
+    async with pool(slow, **LAZY) as (manager, handles):
+        await manager.update_weights(Weights(2), V[2])
+        await asyncio.sleep(5)
+        left = await manager.remove_replica("r0")
+        await settled(manager, V[2])
+        assert left is handles[0]
+        await asyncio.sleep(60)
+        status = await left.status()
+        assert status.versions.get("target") != V[2]
+        assert [p.owner for p in status.pauses][-1:] == ["caller"]
+        with pytest.raises(errors.ReplicaRejecting):
+            await ask(handles[0].replica, "b", 4).result()
