@@ -78,7 +78,8 @@ def test_settings_are_yaml() -> None:
 
 
 def test_names_are_known() -> None:
-    assert set(DESCRIBED) == {"hotbunk_http", "oracle", "reference", "vllm"}
+    shipped = {"hotbunk_http", "oracle", "reference", "reference_process", "vllm"}
+    assert set(DESCRIBED) == shipped
     with pytest.raises(BackendNotFound, match="reference"):
         under_test("referense")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ def name(one: Mutant) -> str:
 def test_the_case_that_is_about_it_notices(one: Mutant) -> None:
     [kill] = run.hunt([one])
     assert kill.case == one.killer, f"{kill.case or 'nobody'} noticed instead ({kill.detail})"
+    # One that crashes by a mistake of its own shows nothing.
+    assert not re.search(r"AttributeError|NameError|TypeError|KeyError", kill.detail), kill.detail
 
 
 def test_each_says_what_is_broken() -> None:

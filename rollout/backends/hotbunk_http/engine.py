@@ -89,7 +89,8 @@ class HttpEngine(Engine):
     async def update_weights(
         self, transfer: Transfer, *, version: Version, scope: Scope = FULL
     ) -> UpdateReport:
-        return await relay(self.handle, transfer, self.options.relay)
+        deadline = self.options.deadlines.update
+        return await relay(self.handle, transfer, self.options.relay, deadline)
 
     async def pause_generation(
         self, mode: PauseMode = PauseMode.ABORT, *, clear_cache: bool = True

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from hotbunk.rollout.backends.hotbunk_http.handle import HttpHandle
 from hotbunk.rollout.contract import Bucket, Transfer, UpdateReport
 from hotbunk.rollout.errors import HotbunkError, TransferFailed, VerifyFailed
 from hotbunk.rollout.fingerprint import KIND
+from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.intake import Intake
 from hotbunk.rollout.registry import load_transport
 
@@ -29,8 +29,10 @@ T = TypeVar("T")
 BUCKET_BYTES = 8 << 20
 
 
-async def relay(handle: HttpHandle, transfer: Transfer, transport: str) -> UpdateReport:
-    """Take ``transfer`` for the server behind ``handle``.
+async def relay(
+    handle: ReplicaHandle, transfer: Transfer, transport: str, deadline: float
+) -> UpdateReport:
+    """Take ``transfer`` for the replica behind ``handle``, within ``deadline`` seconds.
 
     :raises UpdateRefused: the server's word; no bucket was taken.
     :raises UpdateFailed: it broke on the way, on either side.
@@ -38,7 +40,6 @@ async def relay(handle: HttpHandle, transfer: Transfer, transport: str) -> Updat
     manifest = msgspec.structs.replace(transfer.manifest, bucket_bytes=BUCKET_BYTES)
     way = load_transport(transport)()
     source = _Relayed(transfer)
-    deadline = handle.options.deadlines.update
     try:
         offer = await way.offer(
             source, manifest, ranks=(handle.capabilities.ranks,), deadline=deadline

@@ -20,6 +20,9 @@ DESCRIBED = {
     "hotbunk_http": "hotbunk.conformance.backends.hotbunk_http:HttpUnderTest",
     "oracle": "hotbunk.conformance.backends.oracle:OracleUnderTest",
     "reference": "hotbunk.conformance.backends.reference:ReferenceUnderTest",
+    "reference_process": (
+        "hotbunk.conformance.backends.reference_process:ReferenceProcessUnderTest"
+    ),
     "vllm": "hotbunk.conformance.backends.vllm:VllmUnderTest",
 }
 

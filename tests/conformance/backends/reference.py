@@ -8,9 +8,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hotbunk.checkpoint_engine.source import specs_of
+from hotbunk.conformance.backends import peek
 from hotbunk.conformance.kit import (
     distinct,
     greedy,
@@ -23,7 +22,6 @@ from hotbunk.conformance.kit import (
     version_of,
 )
 from hotbunk.conformance.under_test import BackendUnderTest, Tensors
-from hotbunk.rollout.arena import Survival
 from hotbunk.rollout.backends.reference.engine import ReferenceEngine
 from hotbunk.rollout.contract import ADAPTER_PREFIX, TARGET, Engine, Tag
 from hotbunk.rollout.errors import ConfigError
@@ -117,14 +115,10 @@ class ReferenceUnderTest(BackendUnderTest):
         return text_of(tokens) if self._says else None
 
     def read_weight(self, name: str) -> bytes:
-        runner = self.engine._runner
-        adapters = {key.partition("/")[2]: t for key, t in runner.adapters.tensors().items()}
-        tensor: torch.Tensor = adapters[name] if name in adapters else runner.binding.tensor(name)
-        return bytes(as_bytes(tensor.contiguous()).tolist())
+        return peek.read_weight(self.engine, name)
 
     def corrupt_weight(self, name: str) -> bool:
-        with torch.inference_mode():
-            as_bytes(self.engine._runner.binding.tensor(name))[0] ^= 1
+        peek.corrupt_weight(self.engine, name)
         return True
 
     def sabotage(self, point: str, how: str) -> bool:
@@ -150,12 +144,10 @@ class ReferenceUnderTest(BackendUnderTest):
         return True
 
     def resident(self, tag: Tag) -> int:
-        return self.engine._runner.pool.audit().resident(tag)
+        return peek.resident(self.engine, tag)
 
     def host_backup(self) -> int:
-        arena = self.engine._runner.binding.arena
-        state = sum(r.nbytes for r in arena.regions.values() if r.survival is Survival.STATE)
-        return max(self.engine._runner.pool.memory().backup() - state, 0)
+        return peek.host_backup(self.engine)
 
     def close(self) -> None:
         """Remove the model directory."""

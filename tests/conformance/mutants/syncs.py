@@ -101,7 +101,7 @@ def digests_are_remembered(patch: Patches) -> None:
 @mutant("nothing_sent_is_no_success")
 def silence_is_success(patch: Patches) -> None:
     """Bytes that never came are counted as applied (B16, B20)."""
-    patch.setattr(Intake, "finish", lambda self: len(self._manifest.tensors))
+    patch.setattr(Intake, "finish", lambda self: len(self._sizes))
     patch.setattr(Writer, "verify", nothing)
 
 
@@ -181,12 +181,11 @@ def an_offer_clears_the_weights(patch: Patches) -> None:
 @mutant("requests_that_come_during_an_update")
 def an_update_lets_go_who_waits(patch: Patches) -> None:
     """Requests that are held when an update commits are turned away (H4)."""
-    original = Updates.run
+    original = Replica._update
 
-    async def run(self: Updates, transfer: Any, groups: Any, deadline: Any) -> Any:
+    async def unkind(self: Replica, transfer: Any, groups: Any, deadline: Any) -> Any:
         report = await original(self, transfer, groups, deadline)
-        gate = self._call.__self__._gate  # type: ignore[attr-defined]
-        gate.let_go("an update came")
+        self._gate.let_go("an update came")
         return report
 
-    patch.setattr(Updates, "run", run)
+    patch.setattr(Replica, "_update", unkind)

@@ -1,0 +1,105 @@
+"""The suite beyond this repository's own engines in one process: ranks in processes, another's package."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hotbunk.conformance.backends.reference_process import ReferenceProcessUnderTest
+from hotbunk.conformance.case import REGISTRY, Level, Status, all_cases
+from hotbunk.conformance.runner import accepted, run_case
+
+TOY = Path(__file__).with_name("toy_backend")
+# What differs where ranks are processes of their own: weights in all of them, memory, deaths.
+IN_RANKS = [
+    "goldens_of_two_versions",
+    "bytes_are_the_ones_sent",
+    "another_rank_fails",
+    "half_awake_serves_nobody",
+    "a_planted_corruption_is_found",
+    "killed_and_started_anew",
+    pytest.param(
+        "sender_dies",
+        marks=pytest.mark.xfail(
+            strict=True,
+            reason="several ranks are marked dirty when all have accepted, not at the first byte",
+        ),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[ReferenceProcessUnderTest]:
+    all_cases()
+    made = ReferenceProcessUnderTest(ranks=2)
+    yield made
+    made.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", IN_RANKS)
+async def test_two_ranks_in_processes_of_their_own(
+    name: str, ranks: ReferenceProcessUnderTest
+) -> None:
+    result = await run_case(REGISTRY[name], ranks)
+    assert result.status is Status.PASS, result.detail
+    assert accepted(result, ranks)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy's package, built from its own pyproject and installed into a folder."""
+    folder = tmp_path_factory.mktemp("toy")
+    sources, target = folder / "sources", folder / "target"
+    shutil.copytree(TOY, sources, ignore=shutil.ignore_patterns("__pycache__"))
+    quiet = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    install = [sys.executable, "-m", "pip", "install", *quiet, "-t", str(target), str(sources)]
+    subprocess.run(install, check=True, timeout=100)
+    return target
+
+
+def test_a_backend_of_another_package_is_found_and_tried(installed: Path, tmp_path: Path) -> None:
+    """By its entry points; what it does not do it says, and the suite checks that, too."""
+    command = ["conformance", "--backend", "toy", "--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-m", "hotbunk", *command],
+        check=False,
+        text=True,
+        capture_output=True,
+        timeout=100,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out" / "matrix.json").read_text())["cases"]
+    assert [one["case"] for one in found] == [one.name for one in all_cases()]
+    statuses = [one["status"] for one in found]
+    assert statuses.count("pass") > 40
+    assert statuses.count("unsupported-verified") > 40
+    assert {one["level"] for one in found} >= {Level.CORE, Level.SYNC, Level.FAULT}
+
+
+DOCUMENT = TOY.parents[1].parent / "docs" / "conformance.md"
+
+
+def test_the_matrices_of_engine_developers_name_cases_that_are() -> None:
+    table = DOCUMENT.read_text().partition("| row | case |")[2]
+    rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")]
+    named = re.findall(r"`(\w+)`", " ".join(rows))
+    assert len(rows) > 25
+    assert set(named) <= {one.name for one in all_cases()}
+
+
+def test_the_walk_through_is_what_runs() -> None:
+    """docs/conformance.md shows the toy's description as it is."""
+    document = DOCUMENT.read_text()
+    shown = document.partition("```python\n")[2].partition("```")[0]
+    assert shown == (TOY / "toy_backend" / "under_test.py").read_text()
