@@ -38,11 +38,11 @@ class ShmTransport(Transport):
 
     name = "shm"
 
-    def __init__(self, *, stall: float = 30.0, directory: Path | None = None) -> None:
+    def __init__(self, *, stall: float = 30.0, directory: Path | str | None = None) -> None:
         if stall <= 0:
             raise ConfigError(f"stall={stall} must be above 0 seconds")
         self._stall = stall
-        self._directory = directory
+        self._directory = None if directory is None else Path(directory)
         self._sender: Sender | None = None
         self._open: ShmOffer | None = None
 

@@ -44,6 +44,7 @@ QUICK = Deadlines(
 # ``ipc`` shares memory of the fake device (simulated), which a pure install has not.
 TRANSPORTS = ("shm", "disk", "collective", *(("ipc",) if native.available() else ()))
 NEED_TORCH = ("collective",)
+DOORS = "doors"  # the folder of the sockets, so that another job's are not taken for ours
 SETUP = "hotbunk.conformance.drill.engine:setup"
 
 
@@ -131,6 +132,8 @@ class Drill:
                 options["root"] = self.folder / "published"
             if name == "ipc":
                 options["device"] = "fake"
+            if name in ("shm", "ipc"):
+                options["directory"] = self.folder / DOORS
             self._transports[name] = load_transport(name)(**options)
         return self._transports[name]
 
@@ -241,6 +244,8 @@ async def drill(
         # Those that need no torch do without it, as engines that are not torch's may.
         needed = any(fault.transport in NEED_TORCH for fault in faults)
         backend = engine.WITH_TORCH if needed else engine.NAME
+        doors = Path(folder) / DOORS
+        doors.mkdir()
         it = Drill(Path(folder), replicas=replicas, ranks=ranks, setup=setup, backend=backend)
         try:
             await it.start()
@@ -249,21 +254,16 @@ async def drill(
                 tell(rounds[-1])
         finally:
             await it.close()
-    left = _leftovers() - before
+        left = _leftovers() - before | {f"{DOORS}/{one.name}" for one in doors.iterdir()}
     if left and rounds:
         rounds[-1].broken.append(f"left behind: {', '.join(sorted(left))}")
     return rounds
 
 
 def _leftovers() -> set[str]:
-    """Names in shared memory and temporary folders, and child processes but the fork servers."""
-    names = {
-        f"{folder}/{name}"
-        for folder in ("/dev/shm", tempfile.gettempdir())
-        if os.path.isdir(folder)
-        for name in os.listdir(folder)
-        if "hotbunk" in name
-    }
+    """Names in shared memory, and open files in memory."""
+    there = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    names = {f"/dev/shm/{name}" for name in there if "hotbunk" in name}
     fds = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
     return names | {fd for fd in fds if fd.startswith("/memfd:hotbunk")}
 
