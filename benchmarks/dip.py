@@ -49,6 +49,7 @@ class Size(msgspec.Struct, frozen=True):
     hidden: int = 256
     layers: int = 4
     repeats: int = 5
+    warm_up: int = 1
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -139,15 +140,15 @@ async def _measure(
     dips: dict[str, list[Dip]] = {name: [] for name in ways}
     idle: list[float] = []
     try:
-        for turn in range(size.repeats + 1):  # the first warms up
+        for turn in range(1 - size.warm_up, size.repeats + 1):
             for name, way in ways.items():
                 tell(f"{name}, {turn} of {size.repeats}")
                 dip = await bench.dip(way)
-                if turn:
+                if turn > 0:
                     dips[name].append(dip)
             began = time.perf_counter()
             await bench.sync(SyncPolicy())
-            idle += [(time.perf_counter() - began) * 1e3] if turn else []
+            idle += [(time.perf_counter() - began) * 1e3] if turn > 0 else []
     finally:
         await manager.close()
     return dips, idle

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from hotbunk.checkpoint_engine.policy import Outcome, ReplicaOutcome, SyncReport
+from hotbunk.checkpoint_engine.policy import Outcome, ReplicaOutcome, SyncPolicy, SyncReport
 from hotbunk.rollout.contract import TARGET, Version
 from hotbunk.rollout.errors import HotbunkError, SyncFailed
 from hotbunk.rollout.status import Health
@@ -42,6 +42,7 @@ class Fleet:
 
     def __init__(self, *names: str) -> None:
         self.manager = self
+        self.policy = SyncPolicy()
         self.there = {name: Handle(name) for name in names}
         self.sent: list[tuple[int, tuple[str, ...], float]] = []
         self.ends: dict[str, list[Outcome]] = {}
@@ -215,9 +216,11 @@ async def test_one_that_joins_late_gets_the_last_version(module: Any) -> None:
         await until(lambda: 1 in told)
         fleet.there["r1"] = Handle("r1")
         await until(lambda: fleet.sent[-1] == (1, ("r1",), 1.0) and publisher.idle)
+        fleet.there["r1"].version = Version(0, 0)  # a server that was started again, with its model
+        await until(lambda: fleet.there["r1"].version == Version(0, 1) and publisher.idle)
         fleet.there["r0"].serves = False  # it lost what it had, and kept its label
         await until(lambda: fleet.sent[-1] == (1, ("r0",), 1.0) and publisher.idle)
-        assert publisher.take().resent == 3
+        assert publisher.take().resent == 4
 
 
 async def test_the_dead_are_left_to_the_supervisor(module: Any) -> None:
@@ -236,6 +239,7 @@ async def test_served_is_what_every_replica_has_reached(module: Any) -> None:
     """A deferred one (strategy=lazy) serves what it did: prompts that start there are older."""
     fleet, told = Fleet("r0", "r1"), list[int]()
     async with publishing(fleet, module, told) as (publisher, _):
+        fleet.policy = SyncPolicy(strategy="lazy")
         fleet.ends["r1"] = [Outcome.DEFERRED]
         await publisher.publish(Version(0, 1))
         await until(lambda: fleet.sent and publisher.idle)

@@ -166,7 +166,7 @@ class Publisher:
             version = status.versions.get(TARGET)
             if status.health is Health.LOST:
                 continue
-            if status.name in self._failed or not status.servable or version is None:
+            if version is None or not status.servable or self._is_behind(status.name, version):
                 behind.append(status.name)
             else:
                 served.append(version)
@@ -174,6 +174,13 @@ class Publisher:
             self._told(min(served))
         for name in behind:
             await self._send_again(name)
+
+    def _is_behind(self, name: str, version: Version) -> bool:
+        """Whether one that serves must be sent to: it failed, or came with weights of its own."""
+        last = self._last.version
+        if self._manager.policy.lazy and version.incarnation == last.incarnation:
+            return name in self._failed
+        return name in self._failed or version != last
 
     async def _send_again(self, name: str) -> None:
         """Bring the last sent version to one replica. :raises SyncFailed: see :meth:`run`."""

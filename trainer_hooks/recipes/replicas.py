@@ -103,12 +103,21 @@ async def _connected(options: Mapping[str, Any], stack: AsyncExitStack) -> list[
 async def successor(lost: ReplicaHandle, stack: AsyncExitStack) -> ReplicaHandle:
     """A new process in place of a lost one, started from the same; the stack closes it.
 
+    A server is not ours to start: if somebody has started it again, we connect to it again.
+
     :raises Unsupported: the replica has no process of its own.
     :raises HotbunkError: what kept it from starting.
     """
-    if not isinstance(lost, ProcessHandle):
+    handle: ReplicaHandle
+    if isinstance(lost, ProcessHandle):
+        handle = await process.start(lost.spec)
+    elif isinstance(lost, LocalHandle):
         raise Unsupported("a successor", "a replica without a process", "rollout.process=true")
-    handle = await process.start(lost.spec)
+    else:
+        from hotbunk.rollout.backends.hotbunk_http.handle import HttpHandle
+
+        assert isinstance(lost, HttpHandle)
+        handle = await HttpHandle.connect(lost.options, lost.name)
     stack.push_async_callback(handle.close)
     return handle
 
