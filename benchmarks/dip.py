@@ -96,7 +96,7 @@ def measured(size: Size, tell: Callable[[str], None]) -> tuple[list[Row], str]:
         rows.append(_row(f"dip_{name}_still", "ms", _of(ours, "still"), _of(stock, "still"), idle))
         rows.append(_row(f"dip_{name}_late", "ms", _of(ours, "late"), _of(stock, "late"), idle))
     settings = (
-        f"a sync; {size.requests} requests, prompts of {size.prompt} tokens, {size.begun} to "
+        f"One sync; {size.requests} requests, prompts of {size.prompt} tokens, {size.begun} to "
         f"{size.tokens} tokens into their responses; a Llama of {size.layers} layers, {size.hidden} "
         "wide, in a process of its own, weights over shm; the limit is a sync with nothing in flight; "
         "less is better, and a ratio above 1 is better than the peer"
