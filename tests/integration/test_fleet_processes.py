@@ -182,19 +182,19 @@ async def test_killed_processes_are_replaced_until_one_is_retired_n3(
     await manager.close()
 
 
-async def test_two_tensor_parallel_ranks_take_their_slices_from_one_sender(begin: Begin) -> None:
+async def test_two_tensor_parallel_ranks_take_their_slices_from_one_sender(tmp_path: Path) -> None:
     """Beside a replica of one rank. Slices travel, and together they are the whole model."""
     cut = await start_replica(
         holder.NAME,
         name="cut",
-        deadlines=QUICK,
+        deadlines=Deadlines(),  # reading slices loads torch, which takes its time
         tensor_parallel=2,
         setup="hotbunk.conformance.backends.holder:register",
     )
     one = await start_replica(
         holder.NAME,
         name="one",
-        deadlines=QUICK,
+        deadlines=Deadlines(),
         setup="hotbunk.conformance.backends.holder:register",
     )
     transport = load_transport("shm")()
@@ -216,6 +216,15 @@ async def test_two_tensor_parallel_ranks_take_their_slices_from_one_sender(begin
                 assert dict((await handle.digest()).values) == holder.fingerprints(step)
         again = await manager.update_weights(holder.HeldWeights(2), V[2])
         assert [o.update.skipped for o in again.outcomes if o.update] == [True, True]
+        await transport.close()
+        # And from a published set, in their own time, each rank its slices.
+        manager.transport = DiskTransport(tmp_path / "sets")
+        await manager.update_weights(
+            holder.HeldWeights(3), V[3], policy=SyncPolicy(strategy="lazy", bucket_bytes=128)
+        )
+        await settled(manager, V[3])
+        for handle in (cut, one):
+            assert dict((await handle.digest()).values) == holder.fingerprints(3)
     finally:
         await manager.close()
 
