@@ -53,7 +53,7 @@ Begin = Callable[..., Awaitable[ProcessHandle]]
 def _servers_end() -> Iterator[None]:
     yield
     shutdown()
-    assert not [p for p in psutil.Process().children(recursive=True) if "fork" in str(p.cmdline())]
+    assert not [p for p in psutil.Process().children() if "forkserver" in str(p.cmdline())]
 
 
 @pytest.fixture

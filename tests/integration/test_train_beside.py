@@ -59,9 +59,12 @@ def one_fork_server() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+_others: set[int] = set()  # what other modules' servers and zygotes have started
+
+
 def children() -> list[psutil.Process]:
-    """Engines of this process that live: what its fork servers made."""
-    found = psutil.Process().children(recursive=True)
+    """Engines of this test that live: what this process's fork servers made."""
+    found = [p for p in psutil.Process().children(recursive=True) if p.pid not in _others]
     return [p for p in found if p.ppid() != os.getpid() and p.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -69,6 +72,8 @@ def children() -> list[psutil.Process]:
 def nothing_left(temporary: Path) -> Iterator[None]:
     """Whatever happens inside: no engine, and no file of ours."""
     temporary.mkdir(exist_ok=True)
+    _others.clear()
+    _others.update(p.pid for p in children())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(temporary))
         try:

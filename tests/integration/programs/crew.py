@@ -10,12 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 
 from hotbunk.checkpoint_engine.transports.base import Transport
@@ -60,7 +62,14 @@ class Process:
 
     def signal(self, number: int) -> None:
         """:raises ProcessLookupError: it is gone."""
+        # One that says that it stops does so a moment later; woken before, it would sleep for ever.
+        until = time.monotonic() + LONG
+        while number == signal.SIGCONT and not self._stands_still() and time.monotonic() < until:
+            time.sleep(0.001)
         signal.pidfd_send_signal(self._pidfd, number)
+
+    def _stands_still(self) -> bool:
+        return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
 
     async def gone(self) -> bool:
         """Whether it ended by its own, or by a signal sent before; else it is made to."""

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,11 @@ class Shm:
 
     @staticmethod
     def resume(process: Process) -> None:
+        """It has said that it stops, which comes a moment before it does."""
+        until = time.monotonic() + WAIT
+        while psutil.Process(process.process.pid).status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < until, "it does not stop"
+            time.sleep(0.001)
         process.process.send_signal(signal.SIGCONT)
 
 
