@@ -19,15 +19,12 @@ pytestmark = pytest.mark.anyio
 CHOSEN = (
     "pause_keep",
     "discarded_weights_never_serve",
-    "frozen_requests_meet_new_weights_and_new_kv",
     "bad_offers_are_refused",
-    "refused_by_another_rank",
     "a_flipped_bit_is_named",
     "another_rank_fails",
     "sender_hangs",
     "the_old_version_heals",
     "without_fingerprints",
-    "partial_updates",
 )
 
 

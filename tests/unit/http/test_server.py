@@ -378,8 +378,7 @@ async def test_text_that_is_no_text_is_refused(place: Any) -> None:
         b'{"prompt": []}',
         b'{"prompt": [[]]}',
         b'{"prompt": [1], "n": 1000000}',
-        b"[" * 100_000,
-        b'{"prompt": ' + b"[" * 50_000,
+        b'{"prompt": ' + b"[" * 20_000,
         b"\xff\xfe",
         b"",
     ]
