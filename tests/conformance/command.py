@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from hotbunk.conformance.under_test import BackendUnderTest
 
-URL_BACKEND = "hotbunk_http"  # what is described for servers that already run
+URL_BACKEND = "served"  # what is described for servers that already run
 
 
 def conformance(
@@ -77,8 +77,12 @@ def described(backend: str, options: dict[str, Any]) -> BackendUnderTest:
     # transformers draws one while it saves a model of a few kilobytes.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     found = under_test(backend, **options)
-    with asyncio.Runner(loop_factory=found.loop_factory) as runner:
-        runner.run(found.check_options())
+    try:
+        with asyncio.Runner(loop_factory=found.loop_factory) as runner:
+            runner.run(found.check_options())
+    except BaseException:
+        found.close()
+        raise
     return found
 
 
@@ -106,7 +110,10 @@ def _run(backend: str, options: dict[str, Any], level: str, seed: int, out: Path
     found = described(backend, options)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(backend, total=len(all_cases(wanted)))
-        results = run(found, wanted, seed, tell=lambda result: progress.advance(task))
+        try:
+            results = run(found, wanted, seed, tell=lambda result: progress.advance(task))
+        finally:
+            found.close()
     console = Console()
     show(console, found, results)
     if out is not None:

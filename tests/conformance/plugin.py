@@ -41,6 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from error
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """The last case is over."""
+    if (found := config.stash.get(_DESCRIBED, None)) is not None:
+        found.close()
+
+
 _DESCRIBED = pytest.StashKey[BackendUnderTest]()
 
 

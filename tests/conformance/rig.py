@@ -184,9 +184,10 @@ class Rig:
     def request(
         self, prompt: Sequence[int], tokens: int | None = None, **more: Any
     ) -> GenerateRequest:
-        """A greedy request with a new id."""
+        """A greedy request with a new id; what the model calls an end does not end it."""
         self._count += 1
-        more.setdefault("sampling", Sampling(temperature=0, max_tokens=tokens or self.ut.tokens))
+        length = tokens or self.ut.tokens
+        more.setdefault("sampling", Sampling(temperature=0, max_tokens=length, ignore_eos=True))
         return GenerateRequest(f"r{self._count}", tuple(prompt), **more)
 
     def submit(self, prompt: Sequence[int], tokens: int | None = None, **more: Any) -> Running:

@@ -96,6 +96,9 @@ class BackendUnderTest(ABC):
     async def finish(self) -> None:  # noqa: B027 - most have nothing left to do
         """After the last case, where all share one event loop."""
 
+    def close(self) -> None:  # noqa: B027 - most have nothing left to do
+        """Let go of what was made for the description itself (a model directory). Idempotent."""
+
     @abstractmethod
     def weights(self, version: int) -> Tensors:
         """The trainer's weights: every tensor that a full update carries, with its bytes.

@@ -78,7 +78,7 @@ def test_settings_are_yaml() -> None:
 
 
 def test_names_are_known() -> None:
-    shipped = {"hotbunk_http", "oracle", "reference", "reference_process", "vllm"}
+    shipped = {"hotbunk_http", "oracle", "reference", "reference_process", "served", "vllm"}
     assert set(DESCRIBED) == shipped
     with pytest.raises(BackendNotFound, match="reference"):
         under_test("referense")

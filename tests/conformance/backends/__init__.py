@@ -23,6 +23,7 @@ DESCRIBED = {
     "reference_process": (
         "hotbunk.conformance.backends.reference_process:ReferenceProcessUnderTest"
     ),
+    "served": "hotbunk.conformance.backends.served:ServedUnderTest",
     "vllm": "hotbunk.conformance.backends.vllm:VllmUnderTest",
 }
 

@@ -48,6 +48,8 @@ class ReferenceUnderTest(BackendUnderTest):
     def __init__(
         self, *, family: str = "llama", tied: bool = False, model: str | None = None, **options: Any
     ) -> None:
+        if model is not None and not (Path(model) / "config.json").is_file():
+            raise ConfigError(f"{model} is no model directory: it has no config.json")
         self._options = options
         self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-conformance-")
         self.engine: ReferenceEngine
@@ -64,8 +66,6 @@ class ReferenceUnderTest(BackendUnderTest):
             save_tokenizer(self._disk)
         else:
             self._disk = Path(model)
-            if not (self._disk / "config.json").is_file():
-                raise ConfigError(f"{model} is no model directory: it has no config.json")
             make = partial(version_of, self._disk)
             tied = bool(make(0).config.tie_word_embeddings)
             self.expected_not_run["stop_strings_end_a_response"] = "its tokenizer is not ours"
@@ -79,6 +79,7 @@ class ReferenceUnderTest(BackendUnderTest):
         if model is not None:
             made = [[self.golden(p, v, self.tokens) for p in self.prompts] for v in range(4)]
             if not distinct(made):
+                self.close()
                 raise ConfigError(f"versions of {model} go on alike: nothing could be told apart")
 
     async def start(self) -> Engine:
@@ -146,7 +147,7 @@ class ReferenceUnderTest(BackendUnderTest):
     def resident(self, tag: Tag) -> int:
         return peek.resident(self.engine, tag)
 
-    def host_backup(self) -> int:
+    def host_backup(self) -> int | None:
         return peek.host_backup(self.engine)
 
     def close(self) -> None:

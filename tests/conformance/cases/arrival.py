@@ -159,6 +159,7 @@ async def verification_reads_memory(rig: Rig) -> None:
     tensors = rig.ut.weights(2)
     name = next(spec.name for spec, content in tensors if content)
     [content] = [content for spec, content in tensors if spec.name == name]
+    rig.ut.read_weight(name)  # says now if it cannot be seen
     planted = False
 
     async def plant(phase: str) -> None:

@@ -29,7 +29,8 @@ HOT = 2.0  # the most that engines in the field take
 
 def _asked(rig: Rig, prompt: Any, tokens: int = 0, /, **wants: Any) -> GenerateRequest:
     """A request that is greedy unless it says otherwise."""
-    wants = {"temperature": 0.0, "max_tokens": tokens or rig.ut.tokens, **wants}
+    wants = {"ignore_eos": True, "max_tokens": tokens or rig.ut.tokens, **wants}
+    wants.setdefault("temperature", 0.0)
     return rig.request(prompt, sampling=Sampling(**wants))
 
 

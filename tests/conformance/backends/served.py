@@ -1,0 +1,204 @@
+"""A server that already runs (``--url``), seen from outside alone.
+
+It must be ``hotbunk serve`` with the model directory that ``--model`` names, and nobody else may use it
+meanwhile. It lives on from case to case: before each it is woken, opened, emptied and given the weights of
+version 0, under an incarnation of its own, so that the case finds what a fresh engine would be. Memory is
+what the server says of itself; bytes of its weights cannot be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+from hotbunk.conformance.backends.reference import ReferenceUnderTest
+from hotbunk.conformance.rig import NotApplicable
+from hotbunk.conformance.transfers import MemoryTransfer
+from hotbunk.rollout.backends.hotbunk_http.engine import HttpEngine
+from hotbunk.rollout.backends.hotbunk_http.handle import HttpHandle
+from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
+from hotbunk.rollout.backends.hotbunk_http.relay import relay
+from hotbunk.rollout.contract import (
+    FULL,
+    ArenaHandle,
+    BackendStatus,
+    Bucket,
+    Engine,
+    GenerateRequest,
+    MemoryReport,
+    ReceiverLayout,
+    Scope,
+    Tag,
+    TokenChunk,
+    Transfer,
+    UpdateReport,
+    Version,
+)
+from hotbunk.rollout.errors import ConfigError, ReplicaLost
+from hotbunk.rollout.options import convert
+from hotbunk.rollout.status import Health
+
+UNSEEN = "bytes of weights cannot be seen from outside"
+NEEDS_BYTES = (
+    "any_bucket_size",
+    "bytes_are_the_ones_sent",
+    "golden_after_a_kv_only_release",
+    "one_tensor_at_a_time",
+    "partial_updates",
+    "ties_that_the_engine_does_not_have",
+    "verification_reads_memory",
+    "versions_only_rise",
+)
+NEEDS_HANDS = (
+    "a_planted_corruption_is_found",
+    "an_engine_fails_in_a_memory_verb",
+    "an_engine_fails_in_each_phase",
+    "discard_takes_no_host_memory",
+)
+
+
+class ServedUnderTest(ReferenceUnderTest):
+    """Options besides ``url`` and ``model`` go to the connection (``api_key_file``, ``relay``)."""
+
+    name = "served"
+
+    def __init__(self, *, url: str, model: str | None = None, **options: Any) -> None:
+        if model is None:
+            raise ConfigError(
+                f"which model does {url} serve?", remedy="--model DIR, the directory it was given"
+            )
+        connection = {"url": url, "deadlines": self.deadlines, **options}
+        self._connection = convert(connection, HttpOptions, "backend served")
+        super().__init__(model=model)
+        self._incarnation = 0
+        self.expected_not_run |= dict.fromkeys(NEEDS_BYTES, UNSEEN)
+        self.expected_not_run |= dict.fromkeys(NEEDS_HANDS, "nobody has a hand in the server")
+        self.expected_not_run["the_engine_itself_refuses"] = "whether it would is not seen here"
+        if "tied_tensors" not in self.expected_not_run:
+            self.expected_not_run["tied_tensors"] = UNSEEN
+
+    async def check_options(self) -> None:
+        """:raises ReplicaLost: nobody is there. :raises Unsupported: it has no control plane."""
+        handle = await HttpHandle.connect(self._connection)
+        await handle.close()
+
+    async def start(self) -> Engine:
+        return _Fresh(self._connection, self)
+
+    async def reset(self, handle: HttpHandle) -> int:
+        """Bring the server to where a fresh engine would be; the incarnation it is in now.
+
+        :raises ReplicaLost: there is nobody.
+        """
+        status = await handle.status()
+        if status.health is Health.LOST:
+            raise ReplicaLost("the server does not answer", where=self._connection.url)
+        said = [*status.versions.values(), *status.backend.versions.values()]
+        # A case uses two of its own: the second stands for a trainer that went back.
+        known = max((version.incarnation for version in said), default=0)
+        self._incarnation = max(self._incarnation, known) + 2
+        await handle.abort()
+        await handle.wake_up()
+        for pause in status.pauses:
+            await handle.resume_generation(owner=pause.owner)
+        transfer = MemoryTransfer(self.weights(0), version=Version(self._incarnation, 0))
+        await relay(handle, transfer, self._connection.relay, self.deadlines.update)
+        await handle.reset_caches()
+        return self._incarnation
+
+    def read_weight(self, name: str) -> bytes:
+        raise NotApplicable(UNSEEN)
+
+    def corrupt_weight(self, name: str) -> bool:
+        return False
+
+    def sabotage(self, point: str, how: str) -> bool:
+        return False
+
+    def resident(self, tag: Tag) -> int:
+        """As the server says."""
+        import httpx
+
+        key = self._connection.key()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        url = f"{self._connection.url.rstrip('/')}/memory"
+        body = httpx.get(url, headers=headers, trust_env=False).raise_for_status().content
+        return msgspec.json.decode(body, type=MemoryReport).resident(tag)
+
+    def host_backup(self) -> None:
+        return None
+
+
+class _Fresh(HttpEngine):
+    """The server as a fresh engine: versions here are those there, in an incarnation of its own."""
+
+    def __init__(self, options: HttpOptions, owner: ServedUnderTest) -> None:
+        super().__init__(options)
+        self._owner = owner
+        self._incarnation = 0
+
+    async def start(self) -> None:
+        handle = await HttpHandle.connect(self.options)
+        try:
+            self._incarnation = await self._owner.reset(handle)
+        finally:
+            await handle.close()
+        await super().start()
+
+    async def update_weights(
+        self, transfer: Transfer, *, version: Version, scope: Scope = FULL
+    ) -> UpdateReport:
+        there = _Relabelled(transfer, self._there)
+        report = await super().update_weights(
+            there, version=there.manifest.version, scope=there.manifest.scope
+        )
+        return msgspec.structs.replace(report, version=version)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
+        if request.version is not None:
+            request = msgspec.structs.replace(request, version=self._there(request.version))
+        async for chunk in super().generate(request):
+            yield msgspec.structs.replace(chunk, version=self._here(chunk.version))
+
+    async def status(self) -> BackendStatus:
+        said = await super().status()
+        versions = {name: self._here(version) for name, version in said.versions.items()}
+        return msgspec.structs.replace(said, versions=versions)
+
+    def _there(self, version: Version) -> Version:
+        return Version(version.incarnation + self._incarnation, version.step)
+
+    def _here(self, version: Version) -> Version:
+        return Version(version.incarnation - self._incarnation, version.step)
+
+
+class _Relabelled(Transfer):
+    """A transfer under other versions."""
+
+    def __init__(self, inner: Transfer, there: Any) -> None:
+        manifest, self._inner = inner.manifest, inner
+        base = manifest.scope.base
+        scope = msgspec.structs.replace(manifest.scope, base=None if base is None else there(base))
+        self.manifest = msgspec.structs.replace(
+            manifest, version=there(manifest.version), scope=scope
+        )
+
+    async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
+        return await self._inner.accept(layout, arena)
+
+    def buckets(self) -> AsyncIterator[Bucket]:
+        return self._inner.buckets()
+
+    async def fingerprints(self) -> Mapping[str, int]:
+        return await self._inner.fingerprints()
+
+    async def commit(self) -> None:
+        await self._inner.commit()
+
+    async def decline(self) -> None:
+        await self._inner.decline()
+
+    async def abort(self, error: BaseException) -> None:
+        await self._inner.abort(error)
