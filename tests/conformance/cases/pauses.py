@@ -151,7 +151,9 @@ async def keep_after_wait_freezes(rig: Rig) -> None:
     stood = len(running.tokens)
     await rig.moment()
     assert len(running.tokens) == stood
-    assert not running.done, f"the frozen request ended: {await running.result()}"
+    assert not running.done, (
+        f"the frozen request ended with {(await running.result()).finish_reason}"
+    )
     await _held(rig)
     rig.check_tokens(await running.result(), rig.ut.prompts[0], 1)
 
