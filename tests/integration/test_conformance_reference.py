@@ -14,11 +14,21 @@ from hotbunk.conformance.runner import accepted, run_case
 WHOLE = ("llama", "qwen2-tied")
 # Differs in the model alone, so only what depends on the model is run again.
 MODEL_ONLY = ("qwen3", "qwen3_moe")
+# What does not depend on the model at all is tried with one.
+NO_MODEL = ("colocate", "phases")
+
+
+def _concerns(model: str, module: str) -> bool:
+    if module in NO_MODEL:
+        return model == WHOLE[0]
+    return model in WHOLE or module == "goldens"
+
+
 PAIRS = [
     pytest.param(model, one, id=f"{model}-{one.name}")
     for model in (*WHOLE, *MODEL_ONLY)
     for one in all_cases()
-    if model in WHOLE or one.run.__module__.endswith(".goldens")
+    if _concerns(model, one.run.__module__.rpartition(".")[2])
 ]
 Made = Callable[[str], ReferenceUnderTest]
 
