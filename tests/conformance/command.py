@@ -103,6 +103,7 @@ def _run(backend: str, options: dict[str, Any], level: str, seed: int, out: Path
 
     from hotbunk import __version__
     from hotbunk.conformance.case import all_cases
+    from hotbunk.conformance.reports import write_junit, write_markdown
     from hotbunk.conformance.runner import accepted, run, write_matrix
     from hotbunk.conformance.show import show
 
@@ -121,6 +122,8 @@ def _run(backend: str, options: dict[str, Any], level: str, seed: int, out: Path
             results, out, backend=backend, level=level, seed=str(seed), hotbunk=__version__
         )
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+        write_junit(results, found, path.parent)
+        write_markdown(results, found, path.parent)
     return 0 if all(accepted(result, found) for result in results) else 1
 
 

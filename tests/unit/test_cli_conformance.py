@@ -30,6 +30,11 @@ def test_the_oracle_passes_and_the_matrix_says_so(tmp_path: Path) -> None:
     done = hotbunk("--backend", "oracle", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
     assert "goldens_of_two_versions" in done.stdout
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "junit.xml",
+        "matrix.json",
+        "matrix.md",
+    }
     matrix = json.loads((tmp_path / "out" / "matrix.json").read_text())
     assert matrix["backend"] == "oracle"
     assert [c["case"] for c in matrix["cases"]] == [one.name for one in all_cases()]

@@ -6,12 +6,14 @@ import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 
 from hotbunk.conformance.backends.oracle import OracleUnderTest
 from hotbunk.conformance.case import REGISTRY, Case, CaseResult, Level, Status, all_cases, case
 from hotbunk.conformance.negative import ATTEMPTS, DIRECT
+from hotbunk.conformance.reports import write_junit, write_markdown
 from hotbunk.conformance.rig import Rig
 from hotbunk.conformance.runner import accepted, run, run_case, write_matrix
 from hotbunk.conformance.under_test import BackendUnderTest
@@ -164,3 +166,32 @@ async def test_what_the_backend_did_not_bring_is_an_error_of_the_suite() -> None
 
     result = await run_case(REGISTRY["adapters_serve_who_asks"], Silent())
     assert result.status is Status.ERROR, result.detail
+
+
+def test_reports_tell_failures_from_what_was_expected(tmp_path: Path) -> None:
+    def result(case: str, status: Status, detail: str = "") -> CaseResult:
+        return CaseResult(case, Level.SYNC, "digest", status, 0.5, detail)
+
+    results = [
+        result("tied_tensors", Status.PASS),
+        result("any_bucket_size", Status.FAIL, "a | b\x00 <c> & d"),
+        result("groups_that_take_no_update", Status.NOT_RUN, "nothing"),
+        result("deltas", Status.NOT_RUN, "nobody said so"),
+        result("updating_many_times", Status.ERROR, "broken"),
+    ]
+    under_test = OracleUnderTest()
+    suite = ET.parse(write_junit(results, under_test, tmp_path)).getroot()
+    counts = [suite.get(name) for name in ("tests", "failures", "errors", "skipped")]
+    assert counts == ["5", "2", "1", "1"]
+    children = {case.get("name"): [child.tag for child in case] for case in suite}
+    assert children == {
+        "tied_tensors": [],
+        "any_bucket_size": ["failure"],
+        "groups_that_take_no_update": ["skipped"],
+        "deltas": ["failure"],
+        "updating_many_times": ["error"],
+    }
+    text = write_markdown(results, under_test, tmp_path).read_text()
+    assert "## sync: 1 of 5 passed" in text
+    assert "- **any_bucket_size**: fail. a \\| b" in text
+    assert "- **groups" not in text
