@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -161,6 +162,8 @@ def _number(value: object) -> float:
 
 def _cell(key: str, value: object) -> str:
     number = _number(value)
+    if math.isnan(number):
+        return "-"  # nothing to tell: no token was comparable, or a replica was away
     if key.startswith("memory/"):
         return f"{number / 2**20:.1f}M"
     if key.startswith("timing_s/") or key == "rollout/stalled_s":
