@@ -92,6 +92,11 @@ class VllmUnderTest(BackendUnderTest):
             "the_engine_itself_refuses": "the gate is vLLM's pause, not the engine's own refusal",
             "positional_draws_continue": "its draws depend on the steps before; it declares so",
             "groups_that_take_no_update": "there is one weight group, and it takes updates",
+            "every_group_moves_with_an_update": "there is one weight group",
+            "verification_reads_memory": "its buckets are written and compared in one call",
+            "an_engine_fails_in_each_phase": "nothing reaches into vLLM's own code",
+            "an_engine_hangs_in_each_phase": "nothing reaches into vLLM's own code",
+            "killed_and_started_anew": "all cases share one engine",
         }
         if not tied:
             self.expected_not_run["tied_tensors"] = "this model ties nothing; tied=true does"
@@ -143,6 +148,16 @@ class VllmUnderTest(BackendUnderTest):
             held = torch.frombuffer(raw, dtype=whole.dtype).as_strided(size, into_stride)
             whole.as_strided(size, stride, offset).copy_(held)
         return as_bytes(whole).numpy().tobytes()
+
+    def corrupt_weight(self, name: str) -> bool:
+        _, _, pieces = self._where["tensors"][name]
+        address = pieces[0][0]
+        memory = os.open(f"/proc/{self._where['pid']}/mem", os.O_RDWR)
+        try:
+            [byte] = os.pread(memory, 1, address)
+            return os.pwrite(memory, bytes([byte ^ 1]), address) == 1
+        finally:
+            os.close(memory)
 
     def resident(self, tag: Tag) -> int:
         """Bytes of the tag's storages that are mapped in vLLM's process."""
