@@ -1,7 +1,8 @@
 """One rank of an engine in a process of its own: an engine's verbs, without a replica's rules.
 
 The rules are the replica's, which drives all ranks as one engine (see ranked.py). An update is one
-call whose rank stops at two barriers, ``accept`` and ``commit``, until it is told to go on.
+call whose rank stops at three barriers, ``accept``, ``write`` (its first bytes have come) and
+``commit``, until it is told to go on.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from hotbunk.rollout.process.verbs import RANK_VERBS
 from hotbunk.rollout.process.wire_errors import to_wire
 from hotbunk.rollout.registry import open_transfer
 
-ACCEPT, COMMIT = "accept", "commit"
+ACCEPT, WRITE, COMMIT = "accept", "write", "commit"
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -155,7 +156,10 @@ class RankTarget:
 
 
 class _WithBarriers(Transfer):
-    """A rank's transfer: no rank writes before all have accepted, none commits before all can."""
+    """A rank's transfer: no rank writes before all have accepted, none commits before all can.
+
+    Before its first byte is written the rank says so, for the replica's dirty mark.
+    """
 
     def __init__(
         self,
@@ -169,15 +173,23 @@ class _WithBarriers(Transfer):
         self._digest = digest  # of a rank that holds a part
         self._layout: ReceiverLayout | None = None
         self._expected: Mapping[str, int] = {}
+        self._in_place = False
 
     async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
-        in_place = await self._inner.accept(layout, arena)
+        self._in_place = await self._inner.accept(layout, arena)
         self._layout = layout if self._digest is not None else None
         await self._barrier(ACCEPT, Said(layout=self._layout))
-        return in_place
+        return self._in_place
 
     async def buckets(self) -> AsyncIterator[Bucket]:
+        said = False
+        if self._in_place:  # asked for, they are written
+            await self._barrier(WRITE, Said())
+            said = True
         async for bucket in self._inner.buckets():
+            if not said:
+                await self._barrier(WRITE, Said())
+                said = True
             yield bucket
 
     async def fingerprints(self) -> Mapping[str, int]:

@@ -27,17 +27,18 @@ from hotbunk.rollout.errors import (
 )
 from hotbunk.rollout.process.grid import DIFFERENT, Grid, check_union, union_of, wanted_of
 from hotbunk.rollout.process.messages import Ask
-from hotbunk.rollout.process.rank import ACCEPT, COMMIT, Rank
+from hotbunk.rollout.process.rank import ACCEPT, COMMIT, WRITE, Rank
 from hotbunk.rollout.process.verbs import OpenUpdate, RankUpdate, Reason
 
 _numbers = itertools.count(1)
 
 
 class RankedTransfer(Transfer):
-    """What the replica sees of it: a transfer without buckets, for the ranks take their own.
+    """What the replica sees of it: a transfer whose bytes the ranks take themselves.
 
-    ``accept`` says that the sender writes by itself, so the dirty mark is set before any rank is
-    told to go on. ``reports`` has one entry a rank once it has committed; ``wanted`` how many of the
+    Its one bucket is empty, and comes when a rank is about to write: the dirty mark is set, and then
+    that rank is told to go on. Ranks wait for this mark and not for one another, since one may get
+    its first bytes when another has got all of its own. ``reports`` has one entry a rank once it has committed; ``wanted`` how many of the
     offered tensors each takes a part of.
     """
 
@@ -50,6 +51,7 @@ class RankedTransfer(Transfer):
         self._updates: list[asyncio.Task[UpdateReport]] = []
         self._asked: dict[int, Ask] = {}  # by rank: who stands at a barrier
         self._begun = self._over = False
+        self._writes, self._marked = asyncio.Event(), asyncio.Event()
         self._number = next(_numbers)
 
     @staticmethod
@@ -97,14 +99,22 @@ class RankedTransfer(Transfer):
             for copy in self._grid.copies():
                 check_union(self.manifest, [layouts[number] for number in copy])
             self.wanted = [wanted_of(self.manifest, layout) for layout in layouts]
-        return True
+        return False
 
     async def buckets(self) -> AsyncIterator[Bucket]:
         self._go()
-        await self._all_at(COMMIT)
-        none: tuple[Bucket, ...] = ()
-        for bucket in none:
-            yield bucket
+        arriving = asyncio.create_task(self._all_at(COMMIT))
+        writing = asyncio.create_task(self._writes.wait())
+        try:
+            await asyncio.wait({arriving, writing}, return_when=asyncio.FIRST_COMPLETED)
+            if self._writes.is_set():
+                yield Bucket(b"", ())
+                self._marked.set()
+            await arriving
+        finally:
+            writing.cancel()
+            arriving.cancel()
+            await asyncio.gather(arriving, writing, return_exceptions=True)
 
     async def fingerprints(self) -> Mapping[str, int]:
         """Of whole tensors, of all ranks together.
@@ -187,6 +197,12 @@ class RankedTransfer(Transfer):
 
     async def _reach(self, number: int, step: str) -> None:
         asked = await self._ranks[number].at_barrier(self._number)
+        if asked.step == WRITE and step == COMMIT:
+            self._asked[number] = asked
+            self._writes.set()
+            await self._marked.wait()
+            self._ranks[number].go(self._asked.pop(number))
+            asked = await self._ranks[number].at_barrier(self._number)
         if asked.step != step:
             raise SessionError(f"the update stands at {asked.step} and not at {step}")
         self._asked[number] = asked

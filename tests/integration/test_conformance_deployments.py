@@ -26,13 +26,7 @@ IN_RANKS = [
     "half_awake_serves_nobody",
     "a_planted_corruption_is_found",
     "killed_and_started_anew",
-    pytest.param(
-        "sender_dies",
-        marks=pytest.mark.xfail(
-            strict=True,
-            reason="several ranks are marked dirty when all have accepted, not at the first byte",
-        ),
-    ),
+    "sender_dies",
 ]
 
 

@@ -6,12 +6,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
 from hotbunk.conformance.backends.ranks import MAKE, OPENED, LocalRank, offer
-from hotbunk.conformance.transfers import MemoryTransfer
+from hotbunk.conformance.transfers import MemoryTransfer, Raising
 from hotbunk.rollout import errors
 from hotbunk.rollout.backends.oracle import Device, FaultPlan, create
 from hotbunk.rollout.backends.oracle.model import weights_at
@@ -119,6 +120,39 @@ async def test_nobody_writes_before_all_have_accepted_and_none_commits_before_al
         assert kinds[:4] == ["accepted"] * 4
         assert kinds[-4:] == ["commit"] * 4
         assert set(kinds[4:-4]) == {"bucket"}
+
+
+@pytest.mark.parametrize("reached", [(), (1,), (0, 1, 2)])
+async def test_the_first_byte_in_any_rank_is_the_replicas_n7(reached: tuple[int, ...]) -> None:
+    """Senders that are gone before it have changed nothing; ``reached``: ranks that got one."""
+    async with ranked(3) as (replica, ranks):
+        await update(replica, 1, 3)
+        for n in range(3):
+            MAKE[str(n)] = partial(Raising, at=1 if n in reached else 0)
+        with pytest.raises(errors.TransferFailed, match="the sender is gone"):
+            await update(replica, 2, 3)
+        assert replica.health is (Health.POISONED if reached else Health.OK)
+        if not reached:
+            assert {g.version for r in ranks for g in r.engine.groups.values()} == {Version(0, 1)}
+            assert await ask(replica, "after")
+        MAKE.clear()
+        await update(replica, 2, 3)
+        assert replica.health is Health.OK
+
+
+async def test_the_mark_is_set_before_any_rank_writes() -> None:
+    marked: list[bool] = []
+
+    class Looking(FaultPlan):
+        async def reach(self, point: str) -> bool:
+            if point == "update/bucket":
+                marked.append(bool(replica._residency.poisoned()))
+            return await super().reach(point)
+
+    async with ranked(2, faults={0: Looking(), 1: Looking()}) as (replica, _):
+        await update(replica, 1, 2)
+    assert marked
+    assert all(marked)
 
 
 @pytest.mark.parametrize(
