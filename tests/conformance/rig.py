@@ -240,6 +240,12 @@ class Rig:
         """Long enough for an engine that could make a token to have made one."""
         await asyncio.sleep(self.ut.moment)
 
+    async def pausing(self) -> None:
+        """Until a pause that was asked for is held; a wire does not keep the order of two calls."""
+        async with asyncio.timeout(self.ut.deadlines.inspect):
+            while not (await self.replica.status()).is_paused:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
     # -- state --------------------------------------------------------------------------------
 
     async def states(self) -> dict[str, str]:

@@ -42,7 +42,7 @@ async def pause_wait(rig: Rig) -> None:
     await rig.load(1)
     running = await rig.caught(*rig.ut.prompts[:2])
     pausing = asyncio.create_task(rig.replica.pause_generation(PauseMode.WAIT))
-    await asyncio.sleep(0)
+    await rig.pausing()
     late = rig.submit(rig.ut.prompts[2])
     report = await pausing
     assert len(report.finished) == 2, f"finished {report.finished}"
@@ -100,7 +100,7 @@ async def abort_beats_wait(rig: Rig) -> None:
     await rig.load(1)
     [running] = await rig.caught(rig.ut.prompts[0])
     waiting = asyncio.create_task(rig.replica.pause_generation(PauseMode.WAIT))
-    await asyncio.sleep(0)
+    await rig.pausing()
     await rig.replica.pause_generation(PauseMode.ABORT)
     await waiting
     done = await running.result()
@@ -143,7 +143,7 @@ async def keep_after_wait_freezes(rig: Rig) -> None:
     await rig.load(1)
     [running] = await rig.caught(rig.ut.prompts[0])
     waiting = asyncio.create_task(rig.replica.pause_generation(PauseMode.WAIT))
-    await asyncio.sleep(0)
+    await rig.pausing()
     report = await rig.replica.pause_generation(PauseMode.KEEP)
     await waiting
     assert len(report.frozen) == 1, f"frozen {report.frozen}"
@@ -176,7 +176,7 @@ async def resume_during_a_drain(rig: Rig) -> None:
     await rig.load(1)
     [running] = await rig.caught(rig.ut.prompts[0])
     waiting = asyncio.create_task(rig.replica.pause_generation(PauseMode.WAIT))
-    await asyncio.sleep(0)
+    await rig.pausing()
     await rig.replica.resume_generation()
     await expect(SessionError, waiting)
     assert not running.done, "the drain ran to its end instead"
