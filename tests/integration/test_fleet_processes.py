@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,13 @@ Begin = Callable[..., Awaitable[ProcessHandle]]
 def _servers_end() -> Iterator[None]:
     yield
     shutdown()
-    assert not [p for p in psutil.Process().children() if "forkserver" in str(p.cmdline())]
+    assert not [p for p in psutil.Process().children() if _is_fork_server(p)]
+
+
+def _is_fork_server(process: psutil.Process) -> bool:
+    with suppress(psutil.ZombieProcess, psutil.NoSuchProcess):  # it has ended
+        return "forkserver" in str(process.cmdline())
+    return False
 
 
 @pytest.fixture
