@@ -116,9 +116,8 @@ int32_t kv_on_host(KvOp op, const hb_kv &kv, const hb_blocks &b, char *packed, c
     if (op == KvOp::kScatter) v->copy(other, place, size, stream);
     if (op == KvOp::kZero) v->zero(place, size, stream);
   };
-  const auto do_item = [&](int64_t item) {
-    const int64_t sheet = item / n;
-    const Run &r = runs[static_cast<size_t>(item % n)];
+  const auto do_item = [&](int64_t sheet, int64_t nth) {
+    const Run &r = runs[static_cast<size_t>(nth)];
     char *place = static_cast<char *>(kv.base) + sheet / kv.planes * kv.layer_stride +
                   sheet % kv.planes * kv.plane_stride + r.slot * kv.slot_stride;
     char *other = packed == nullptr ? nullptr : packed + (sheet * b.tokens + r.token) * kv.row;
@@ -134,13 +133,21 @@ int32_t kv_on_host(KvOp op, const hb_kv &kv, const hb_blocks &b, char *packed, c
   const int64_t together = std::max<int64_t>(1, items / std::max<int64_t>(1, total / kUnitBytes));
   const int64_t units = (items + together - 1) / together;
   const auto do_unit = [&](int64_t unit) {
-    for (int64_t i = unit * together; i < std::min(items, (unit + 1) * together); ++i) do_item(i);
+    const int64_t begin = unit * together, end = std::min(items, begin + together);
+    int64_t sheet = begin / n, nth = begin % n;  // a division for every item would show
+    for (int64_t i = begin; i < end; ++i) {
+      do_item(sheet, nth);
+      if (++nth == n) ++sheet, nth = 0;
+    }
     if (stream) v->fence();
   };
   if (total < 2 * kUnitBytes) {
     for (int64_t i = 0; i < units; ++i) do_unit(i);
   } else {
-    parallel_for(units, threads_of(run), do_unit);
+    // Stores that go around the cache fill the memory's bandwidth with half the cores that copies
+    // need; more of them disturb one another.
+    const int most = threads_of(run) ? threads_of(run) : threads();
+    parallel_for(units, op == KvOp::kZero && stream ? std::max(1, most / 2) : most, do_unit);
   }
   return HB_K_OK;
 }

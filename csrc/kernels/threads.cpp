@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
@@ -21,11 +22,14 @@ struct Job {
   void (*work)(void *, int64_t);
   void *context;
   int64_t n;
-  int64_t next = 0;     // guarded by Pool::mutex
-  int64_t left;         // items not finished; guarded by Pool::mutex
-  int helpers;          // workers that may still join; guarded by Pool::mutex
-  Job *after = nullptr; // the list of open jobs; guarded by Pool::mutex
+  std::atomic<int64_t> next{0};  // a lock for every item would cost more than many an item
+  int helpers;           // workers that may still join; guarded by Pool::mutex
+  int inside = 0;        // workers that have joined and not left; guarded by Pool::mutex
+  Job *after = nullptr;  // the list of open jobs; guarded by Pool::mutex
   std::condition_variable done;
+
+  Job(void (*w)(void *, int64_t), void *c, int64_t count, int most)
+      : work(w), context(c), n(count), helpers(most) {}
 };
 
 // Never destroyed: workers may wait on it while the process exits.
@@ -60,19 +64,12 @@ void close(Pool &p, Job *job) {
   }
 }
 
-// Work on a job until no item is left to begin. The lock is held before and after.
-void take_part(Pool &p, std::unique_lock<std::mutex> &lock, Job *job) {
-  while (job->next < job->n) {
-    const int64_t i = job->next++;
-    if (job->next == job->n) close(p, job);
-    lock.unlock();
+// Work on a job until no item is left to begin. Without the lock.
+void take_part(Job *job) {
+  for (;;) {
+    const int64_t i = job->next.fetch_add(1, std::memory_order_relaxed);
+    if (i >= job->n) return;
     job->work(job->context, i);
-    lock.lock();
-    // Once it is zero the caller may return, and the job is gone.
-    if (--job->left == 0) {
-      job->done.notify_one();
-      return;
-    }
   }
 }
 
@@ -82,7 +79,13 @@ void worker(Pool *p) {
     p->wake.wait(lock, [p] { return p->open != nullptr; });
     Job *job = p->open;
     if (--job->helpers == 0) close(*p, job);
-    take_part(*p, lock, job);
+    ++job->inside;
+    lock.unlock();
+    take_part(job);
+    lock.lock();
+    close(*p, job);  // nothing is left to begin
+    // Once nobody is inside the caller may return, and the job is gone.
+    if (--job->inside == 0) job->done.notify_one();
   }
 }
 
@@ -136,7 +139,7 @@ void parallel(int64_t n, int most, void (*work)(void *, int64_t), void *context)
     return;
   }
   Pool &p = *pool;
-  Job job{work, context, n, 0, n, use - 1, nullptr, {}};
+  Job job(work, context, n, use - 1);
   std::unique_lock<std::mutex> lock(p.mutex);
   while (p.workers < use - 1 && start_worker(&p)) ++p.workers;
   if (p.workers > 0) {
@@ -145,8 +148,11 @@ void parallel(int64_t n, int most, void (*work)(void *, int64_t), void *context)
     *at = &job;
     for (int i = 0; i < use - 1; ++i) p.wake.notify_one();
   }
-  take_part(p, lock, &job);
-  job.done.wait(lock, [&job] { return job.left == 0; });
+  lock.unlock();
+  take_part(&job);
+  lock.lock();
+  close(p, &job);  // who has not joined finds nothing to do
+  job.done.wait(lock, [&job] { return job.inside == 0; });
 }
 
 }  // namespace hb::kernels

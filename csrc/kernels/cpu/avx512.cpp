@@ -13,8 +13,10 @@ void stream_out(char *p, __m512i x) { _mm512_stream_si512(reinterpret_cast<__m51
 size_t to_boundary(const void *p) { return (64 - (reinterpret_cast<uintptr_t>(p) & 63)) & 63; }
 __mmask64 first(size_t bytes) { return bytes >= 64 ? ~0ull : (1ull << bytes) - 1; }
 
-// Fewer than 64 bytes, without a branch on how many.
+// Fewer than 64 bytes, without a branch on how many; but none is no store, since a masked one takes
+// its line into the cache even for that.
 void copy_edge(const char *s, char *d, size_t bytes) {
+  if (bytes == 0) return;
   const __mmask64 mask = first(bytes);
   _mm512_mask_storeu_epi8(d, mask, _mm512_maskz_loadu_epi8(mask, s));
 }
@@ -47,9 +49,9 @@ void zero(void *dst, size_t bytes, int stream) {
   }
   char *d = static_cast<char *>(dst);
   size_t i = to_boundary(d);
-  _mm512_mask_storeu_epi8(d, first(i), _mm512_setzero_si512());
+  if (i != 0) _mm512_mask_storeu_epi8(d, first(i), _mm512_setzero_si512());
   for (; i + 64 <= bytes; i += 64) stream_out(d + i, _mm512_setzero_si512());
-  _mm512_mask_storeu_epi8(d + i, first(bytes - i), _mm512_setzero_si512());
+  if (i != bytes) _mm512_mask_storeu_epi8(d + i, first(bytes - i), _mm512_setzero_si512());
 }
 
 void fence() { _mm_sfence(); }
@@ -124,11 +126,15 @@ void cast(const void *src, void *dst, size_t count, int stream) {
   Op::tail(src, dst, i, count);
 }
 
+// The hardware's own prefetching begins anew at every page; a prefetch beyond the end is nothing.
+constexpr size_t kAhead = 512;
+
 uint64_t block_sum(const void *data, size_t j, size_t count, const hb_keys *keys) {
   const char *p = static_cast<const char *>(data);
   const char *key = reinterpret_cast<const char *>(keys->whole + j);
   __m512i a = _mm512_setzero_si512(), b = a;
   for (size_t i = 0; i < count; i += 16) {
+    _mm_prefetch(p + 4 * i + kAhead, _MM_HINT_T0);
     const __m512i w = _mm512_cvtepu32_epi64(load_half(p + 4 * i));
     const __m512i v = _mm512_cvtepu32_epi64(load_half(p + 4 * i + 32));
     a = _mm512_add_epi64(a, _mm512_mullo_epi64(w, load(key + 8 * i)));
