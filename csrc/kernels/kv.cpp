@@ -144,10 +144,7 @@ int32_t kv_on_host(KvOp op, const hb_kv &kv, const hb_blocks &b, char *packed, c
   if (total < 2 * kUnitBytes) {
     for (int64_t i = 0; i < units; ++i) do_unit(i);
   } else {
-    // Stores that go around the cache fill the memory's bandwidth with half the cores that copies
-    // need; more of them disturb one another.
-    const int most = threads_of(run) ? threads_of(run) : threads();
-    parallel_for(units, op == KvOp::kZero && stream ? std::max(1, most / 2) : most, do_unit);
+    parallel_for(units, threads_of(run), do_unit);
   }
   return HB_K_OK;
 }
