@@ -117,26 +117,61 @@ void cast(const void *src, void *dst, size_t count, int stream) {
   Op::tail(src, dst, i, count);
 }
 
+// The keys of 8 words, and what the sums of their products grow in: 32 by 32 bits for the lower half
+// of a key, and the upper half's product modulo 2^32.
+struct Keys8 {
+  __m256i even, odd, upper;
+  Keys8(const hb_keys *keys, size_t j)
+      : even(load(reinterpret_cast<const char *>(keys->even + j / 2))),
+        odd(load(reinterpret_cast<const char *>(keys->odd + j / 2))),
+        upper(load(reinterpret_cast<const char *>(keys->upper + j))) {}
+};
+
+struct Sum {
+  __m256i low = _mm256_setzero_si256(), high = low;
+
+  void add(const char *p, const Keys8 &k) {
+    const __m256i w = load(p);
+    low = _mm256_add_epi64(low, _mm256_mul_epu32(w, k.even));
+    low = _mm256_add_epi64(low, _mm256_mul_epu32(_mm256_srli_epi64(w, 32), k.odd));
+    high = _mm256_add_epi32(high, _mm256_mullo_epi32(w, k.upper));
+  }
+
+  uint64_t total() const {
+    alignas(32) uint64_t lows[4];
+    alignas(32) uint32_t highs[8];
+    store(reinterpret_cast<char *>(lows), low);
+    store(reinterpret_cast<char *>(highs), high);
+    uint32_t top = 0;
+    for (uint32_t x : highs) top += x;
+    return lows[0] + lows[1] + lows[2] + lows[3] + (static_cast<uint64_t>(top) << 32);
+  }
+};
+
 uint64_t block_sum(const void *data, size_t j, size_t count, const hb_keys *keys) {
   const char *p = static_cast<const char *>(data);
-  const char *even = reinterpret_cast<const char *>(keys->even + j / 2);
-  const char *odd = reinterpret_cast<const char *>(keys->odd + j / 2);
-  const char *upper = reinterpret_cast<const char *>(keys->upper + j);
-  __m256i low_even = _mm256_setzero_si256(), low_odd = low_even, high = low_even;
-  for (size_t i = 0; i < count; i += 8) {
-    const __m256i w = load(p + 4 * i);
-    low_even = _mm256_add_epi64(low_even, _mm256_mul_epu32(w, load(even + 4 * i)));
-    low_odd = _mm256_add_epi64(low_odd,
-                               _mm256_mul_epu32(_mm256_srli_epi64(w, 32), load(odd + 4 * i)));
-    high = _mm256_add_epi32(high, _mm256_mullo_epi32(w, load(upper + 4 * i)));
+  Sum even, odd;
+  for (size_t i = 0; i < count; i += 16) {
+    even.add(p + 4 * i, Keys8(keys, j + i));
+    odd.add(p + 4 * i + 32, Keys8(keys, j + i + 8));
   }
-  alignas(32) uint64_t low[4];
-  alignas(32) uint32_t up[8];
-  store(reinterpret_cast<char *>(low), _mm256_add_epi64(low_even, low_odd));
-  store(reinterpret_cast<char *>(up), high);
-  uint32_t top = 0;
-  for (uint32_t x : up) top += x;
-  return low[0] + low[1] + low[2] + low[3] + (static_cast<uint64_t>(top) << 32);
+  return even.total() + odd.total();
+}
+
+void four_sums(const void *data, size_t apart, const hb_keys *keys, uint64_t sums[4]) {
+  const char *p = static_cast<const char *>(data);
+  Sum a, b, c, d;
+  for (size_t i = 0; i < 1024; i += 8) {
+    const Keys8 k(keys, i);
+    a.add(p + 4 * i, k);
+    b.add(p + 4 * i + apart, k);
+    c.add(p + 4 * i + 2 * apart, k);
+    d.add(p + 4 * i + 3 * apart, k);
+  }
+  sums[0] = a.total();
+  sums[1] = b.total();
+  sums[2] = c.total();
+  sums[3] = d.total();
 }
 
 }  // namespace
@@ -149,5 +184,6 @@ const hb_variant hb_avx2 = {
      {nullptr, cast<Bf16ToF32>, nullptr, cast<Bf16ToF16>},
      {nullptr, cast<F16ToF32>, cast<F16ToBf16>, nullptr}},
     block_sum,
+    four_sums,
     fence,
 };

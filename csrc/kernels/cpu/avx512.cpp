@@ -126,25 +126,50 @@ void cast(const void *src, void *dst, size_t count, int stream) {
   Op::tail(src, dst, i, count);
 }
 
+// Words times keys, 16 at a time: `at` bytes on in the data, and twice as many in the keys.
+__m512i products(const char *p, size_t at, __m512i low_keys, __m512i high_keys) {
+  const __m512i low = _mm512_cvtepu32_epi64(load_half(p + at));
+  const __m512i high = _mm512_cvtepu32_epi64(load_half(p + at + 32));
+  return _mm512_add_epi64(_mm512_mullo_epi64(low, low_keys), _mm512_mullo_epi64(high, high_keys));
+}
+
+uint64_t sum_of(__m512i x) {
+  alignas(64) uint64_t parts[8];  // the header's own reduction adds as signed numbers
+  store(reinterpret_cast<char *>(parts), x);
+  uint64_t total = 0;
+  for (uint64_t part : parts) total += part;
+  return total;
+}
+
 // The hardware's own prefetching begins anew at every page; a prefetch beyond the end is nothing.
 constexpr size_t kAhead = 512;
 
 uint64_t block_sum(const void *data, size_t j, size_t count, const hb_keys *keys) {
   const char *p = static_cast<const char *>(data);
   const char *key = reinterpret_cast<const char *>(keys->whole + j);
-  __m512i a = _mm512_setzero_si512(), b = a;
-  for (size_t i = 0; i < count; i += 16) {
-    _mm_prefetch(p + 4 * i + kAhead, _MM_HINT_T0);
-    const __m512i w = _mm512_cvtepu32_epi64(load_half(p + 4 * i));
-    const __m512i v = _mm512_cvtepu32_epi64(load_half(p + 4 * i + 32));
-    a = _mm512_add_epi64(a, _mm512_mullo_epi64(w, load(key + 8 * i)));
-    b = _mm512_add_epi64(b, _mm512_mullo_epi64(v, load(key + 8 * i + 64)));
+  __m512i a = _mm512_setzero_si512();
+  for (size_t at = 0; at < 4 * count; at += 64) {
+    _mm_prefetch(p + at + kAhead, _MM_HINT_T0);
+    a = _mm512_add_epi64(a, products(p, at, load(key + 2 * at), load(key + 2 * at + 64)));
   }
-  alignas(64) uint64_t sums[8];  // the header's own reduction adds as signed numbers
-  store(reinterpret_cast<char *>(sums), _mm512_add_epi64(a, b));
-  uint64_t total = 0;
-  for (uint64_t x : sums) total += x;
-  return total;
+  return sum_of(a);
+}
+
+void four_sums(const void *data, size_t apart, const hb_keys *keys, uint64_t sums[4]) {
+  const char *p = static_cast<const char *>(data);
+  const char *key = reinterpret_cast<const char *>(keys->whole);
+  __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
+  for (size_t at = 0; at < 4 * 1024; at += 64) {
+    const __m512i low = load(key + 2 * at), high = load(key + 2 * at + 64);
+    a = _mm512_add_epi64(a, products(p, at, low, high));
+    b = _mm512_add_epi64(b, products(p + apart, at, low, high));
+    c = _mm512_add_epi64(c, products(p + 2 * apart, at, low, high));
+    d = _mm512_add_epi64(d, products(p + 3 * apart, at, low, high));
+  }
+  sums[0] = sum_of(a);
+  sums[1] = sum_of(b);
+  sums[2] = sum_of(c);
+  sums[3] = sum_of(d);
 }
 
 }  // namespace
@@ -157,5 +182,6 @@ const hb_variant hb_avx512 = {
      {nullptr, cast<Bf16ToF32>, nullptr, cast<Bf16ToF16>},
      {nullptr, cast<F16ToF32>, cast<F16ToBf16>, nullptr}},
     block_sum,
+    four_sums,
     fence,
 };

@@ -24,6 +24,9 @@ struct hb_variant {
   hb_cast_fn cast[4][4];  // [source][target], HB_F32, HB_BF16, HB_F16; unequal types only
   // Sum of word * mix(j) over words [j, j + count) of a block; both are multiples of 16.
   uint64_t (*block_sum)(const void *data, size_t j, size_t count, const hb_keys *keys);
+  // The sums of the four whole blocks at data, data + apart, ..., side by side. The hardware fetches
+  // ahead within a page, and a block is a page: four of them keep memory busy where one waits.
+  void (*four_sums)(const void *data, size_t apart, const hb_keys *keys, uint64_t sums[4]);
   // Make streamed writes visible.
   void (*fence)(void);
 };

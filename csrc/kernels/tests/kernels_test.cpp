@@ -177,7 +177,7 @@ void test_fingerprints(const hb_run *run) {
   std::vector<Buffer> buffers;
   std::vector<hb_piece> pieces;
   std::vector<uint64_t> want;
-  for (size_t n : {0u, 1u, 3u, 4u, 63u, 64u, 65u, 4095u, 4096u, 4097u, 12345u, 800003u}) {
+  for (size_t n : {0u, 1u, 3u, 4u, 63u, 64u, 65u, 4095u, 4096u, 4097u, 12345u, 65535u, 65536u, 79007u, 800003u}) {
     for (size_t start : {0u, 1u, 2u, 3u, 64u, 4095u, 4096u, 262143u, 1000002u}) {
       buffers.emplace_back(n, (n + start) % 6);
       for (size_t i = 0; i < n; ++i) buffers.back().p[i] = static_cast<unsigned char>(random_bits());
