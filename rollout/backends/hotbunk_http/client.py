@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import httpx
@@ -12,9 +12,9 @@ import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
 from tenacity.wait import wait_exponential, wait_random
 
-from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
+from hotbunk.rollout.backends.hotbunk_http.options import Connection
 from hotbunk.rollout.contract import GenerateRequest, TokenChunk, Version
-from hotbunk.rollout.errors import DeadlineExceeded, EngineFailed, ReplicaLost
+from hotbunk.rollout.errors import DeadlineExceeded, EngineFailed, HotbunkError, ReplicaLost
 from hotbunk.rollout.gate import Entry
 from hotbunk.rollout.server.problems import from_problem
 
@@ -24,9 +24,12 @@ _WAIT = wait_exponential(multiplier=0.1, max=2.0) + wait_random(0, 0.1)  # secon
 
 
 class Client:
-    """One server. It is lost when it cannot be reached, hangs, or is not the one it was."""
+    """One server. It is lost when it cannot be reached, hangs, or is not the one it was.
 
-    def __init__(self, options: HttpOptions) -> None:
+    :param generate_url: where streams go instead, say a balancer.
+    """
+
+    def __init__(self, options: Connection, generate_url: str | None = None) -> None:
         self.url = options.url.rstrip("/")
         self.lost = ""
         self._options = options
@@ -41,13 +44,14 @@ class Client:
             base_url=self.url, headers=headers, timeout=connect, limits=unlimited, trust_env=False
         )
         self._streams = httpx.AsyncClient(
-            base_url=(options.generate_url or self.url).rstrip("/"),
+            base_url=(generate_url or self.url).rstrip("/"),
             headers=headers,
             timeout=connect,
             limits=unlimited,
             trust_env=False,
         )
         self._version = Version()
+        self._same_server = generate_url is None
 
     @property
     def _look(self) -> float:
@@ -61,8 +65,11 @@ class Client:
 
     async def get(self, path: str, into: type[T]) -> T:
         """:raises HotbunkError: the server's, or ``ReplicaLost``."""
-        body = await self._retried("GET", path, self._look, None, None)
-        return self._decoded(path, body, into)
+        return self.decoded(path, await self.text(path), into)
+
+    async def text(self, path: str) -> bytes:
+        """GET, as it came. Errors as :meth:`get`."""
+        return await self._retried("GET", path, self._look, None, None)
 
     async def call(
         self,
@@ -96,7 +103,7 @@ class Client:
                 with attempt:
                     return await self._once(method, path, seconds, query, content)
         except _Unreached as error:
-            self._lose(error.what)
+            self.lose(error.what)
             raise self.gone() from error
         raise AssertionError("tenacity ends with a result or an error")
 
@@ -113,9 +120,9 @@ class Client:
             answer = await self._watched(path, asking, seconds)
         except httpx.HTTPError as error:
             raise _Unreached(f"{self.url}{path}: {_said(error)}", where=self.url) from error
-        self._check_boot(answer)
+        self.check_answer(answer)
         if answer.status_code != 200:
-            raise from_problem(answer.status_code, answer.content)
+            raise self.refusal(answer.status_code, answer.content)
         return answer.content
 
     async def _watched(self, path: str, asking: asyncio.Future[T], seconds: float) -> T:
@@ -141,54 +148,74 @@ class Client:
         """:raises ReplicaLost: it hangs, or is gone, or another answers."""
         try:
             answer = await self._control.get("/health", timeout=self._look)
-            self._check_boot(answer)
+            self.check_answer(answer)
         except httpx.HTTPError as error:
-            self._lose(f"no word from {self.url}: {_said(error)}")
+            self.lose(f"no word from {self.url}: {_said(error)}")
             raise self.gone() from error
 
     # -- streams ------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream one request. A server that goes in the middle ends it with a retryable abort."""
-        self.check_alive()
         entry = Entry(request)
-        body = msgspec.json.encode(request)
-        headers = {"Content-Type": "application/json"}
-        sent = self._streams.build_request("POST", "/v1/generate", content=body, headers=headers)
-        answer: httpx.Response | None = None
+        answer = await self.open("/v1/generate", request)
         try:
-            opening = asyncio.ensure_future(self._streams.send(sent, stream=True))
-            answer = await self._next(opening)
-            if answer.status_code != 200:
-                raise from_problem(answer.status_code, await answer.aread())
-            if self._options.generate_url is None:
-                self._check_boot(answer)
-            lines = answer.aiter_lines()
-            while (line := await self._next(_line(lines))) is not None:
-                if line == "event: error":
-                    said = await self._next(_line(lines)) or ""
-                    raise from_problem(500, said.removeprefix("data: ").encode())
-                if line == "data: [DONE]":
-                    return
-                if line.startswith("data: "):
-                    chunk = self._decoded("generate", line[6:].encode(), TokenChunk)
-                    self._version = max(self._version, chunk.version)
-                    if chunk.finish_reason is not None:
-                        entry.left.discard(chunk.index)
-                    yield chunk
+            async with aclosing(self.lines(answer)) as lines:
+                async for line in lines:
+                    if line == "event: error":
+                        said = await anext(lines, "")
+                        raise from_problem(500, said.removeprefix("data: ").encode())
+                    if line == "data: [DONE]":
+                        return
+                    if line.startswith("data: "):
+                        chunk = self.decoded("generate", line[6:].encode(), TokenChunk)
+                        self._version = max(self._version, chunk.version)
+                        if chunk.finish_reason is not None:
+                            entry.left.discard(chunk.index)
+                        yield chunk
             raise httpx.RemoteProtocolError("the stream ended without its end")
         except (httpx.HTTPError, ReplicaLost) as error:
-            if answer is None:  # nothing was begun
-                if isinstance(error, ReplicaLost):
-                    raise
-                raise ReplicaLost(f"{self.url}: {_said(error)}", where=self.url) from error
             entry.reason = f"the replica was lost: {_said(error)}"
             for chunk in entry.ended(self._version):
                 yield chunk
         finally:
+            with suppress(httpx.HTTPError):
+                await answer.aclose()
+
+    async def open(self, path: str, content: Any) -> httpx.Response:
+        """POST, and the answer as soon as it begins; the caller's to close.
+
+        :raises HotbunkError: the server's, or ``ReplicaLost``; nothing was begun.
+        """
+        self.check_alive()
+        body = msgspec.json.encode(content)
+        headers = {"Content-Type": "application/json"}
+        sent = self._streams.build_request("POST", path, content=body, headers=headers)
+        answer: httpx.Response | None = None
+        try:
+            answer = await self._next(self._streams.send(sent, stream=True))
+            assert answer is not None
+            if answer.status_code != 200:
+                raise self.refusal(answer.status_code, await answer.aread())
+            if self._same_server:
+                self.check_answer(answer)
+            return answer
+        except BaseException as error:
             if answer is not None:
                 with suppress(httpx.HTTPError):
                     await answer.aclose()
+            if isinstance(error, httpx.HTTPError):
+                raise ReplicaLost(f"{self.url}: {_said(error)}", where=self.url) from error
+            raise
+
+    async def lines(self, answer: httpx.Response) -> AsyncGenerator[str, None]:
+        """Its lines, however long they take while the server lives.
+
+        :raises httpx.HTTPError: the connection broke. :raises ReplicaLost: the server went.
+        """
+        reading = answer.aiter_lines()
+        while (line := await self._next(anext(reading, None))) is not None:
+            yield line
 
     async def _next(self, waiting: Any) -> Any:
         """The next piece, however long it takes while the server lives."""
@@ -217,20 +244,28 @@ class Client:
             self.lost, where=self.url, remedy="start the server again, and reconnect"
         )
 
-    def _lose(self, why: str) -> None:
+    def lose(self, why: str) -> None:
+        """It is lost from now on; the first reason stands."""
         self.lost = self.lost or why
 
-    def _check_boot(self, answer: httpx.Response) -> None:
-        """A server that was started again has neither our pauses nor our weights."""
+    def refusal(self, status: int, body: bytes) -> HotbunkError:
+        """What an answer that is no 200 says."""
+        return from_problem(status, body)
+
+    def check_answer(self, answer: httpx.Response) -> None:
+        """:raises ReplicaLost: it is another server's.
+
+        A server that was started again has neither our pauses nor our weights."""
         boot = answer.headers.get(BOOT_HEADER, "")
         if self._boot and boot != self._boot:
-            self._lose(
+            self.lose(
                 "another server answers: it was started again, or a balancer stands before it"
             )
             raise self.gone()
         self._boot = boot
 
-    def _decoded(self, path: str, body: bytes, into: type[T]) -> T:
+    def decoded(self, path: str, body: bytes, into: type[T]) -> T:
+        """:raises EngineFailed: it is not what it should be."""
         try:
             return msgspec.json.decode(body, type=into)
         except msgspec.MsgspecError as error:
@@ -238,8 +273,8 @@ class Client:
 
     def report(self, path: str, body: bytes, into: type[T]) -> T:
         """The report within a verb's answer."""
-        told = self._decoded(path, body, _Told)
-        return self._decoded(path, bytes(told.report), into)
+        told = self.decoded(path, body, _Told)
+        return self.decoded(path, bytes(told.report), into)
 
 
 class _Unreached(ReplicaLost):
@@ -251,10 +286,6 @@ class _Told(msgspec.Struct):
 
     ranks: int
     report: msgspec.Raw
-
-
-async def _line(lines: Any) -> str | None:
-    return await anext(lines, None)
 
 
 def _said(error: Exception) -> str:

@@ -59,7 +59,7 @@ class HttpHandle:
         self.options = options
         self.capabilities = Capabilities("hotbunk_http")
         self.name = name or options.url
-        self._client = Client(options)
+        self._client = Client(options, options.generate_url)
         self._deadlines = options.deadlines
         self._generation: int | None = None
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hotbunk.rollout import errors
-from hotbunk.rollout.backends.vllm.streams import Stream
 from hotbunk.rollout.contract import AbortReport, PauseMode, PauseReport
+
+if TYPE_CHECKING:
+    from hotbunk.rollout.backends.vllm.streams import Stream
 
 _SECONDS = 10.0  # for outputs that are on their way already
 
