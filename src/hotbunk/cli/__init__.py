@@ -58,6 +58,7 @@ app.command("conformance")(conformance)
 @app.command()
 def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")],
+    backend: Annotated[str, typer.Option(help="The engine that serves.")] = "reference",
     preset: Annotated[
         str | None, typer.Option(help="tiny (an untrained model), or smollm2.")
     ] = None,
@@ -71,8 +72,12 @@ def serve(
         typer.Option(help="Keys, one a line. Control endpoints exist, and a key is needed."),
     ] = None,
     enable_prefix_caching: Annotated[
-        bool, typer.Option("--enable-prefix-caching", help="KV of one prompt serves others.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="KV of one prompt serves others (default: the engine's own; reference: off).",
+        ),
+    ] = None,
     enable_prompt_tokens_details: Annotated[
         bool, typer.Option("--enable-prompt-tokens-details", help="Tell usage's cached tokens.")
     ] = False,
@@ -101,6 +106,7 @@ def serve(
     sys.exit(
         run(
             Options(
+                backend=backend,
                 preset=preset,
                 model=model,
                 host=host,

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import typer
 
-from hotbunk.rollout import process
+from hotbunk.rollout import process, registry
 from hotbunk.rollout.contract import Manifest, UpdateReport, Version
 from hotbunk.rollout.errors import ConfigError, HotbunkError, MissingExtra
 from hotbunk.rollout.fingerprint import KIND
@@ -27,6 +27,8 @@ from hotbunk.trainer_hooks.recipes.smollm2 import cache_root, ensure_smollm2
 from hotbunk.trainer_hooks.recipes.tokenizer import load_tokenizer
 
 PRESETS = ("tiny", "smollm2")
+# What a served engine is told where the command line is silent; else its own defaults hold.
+ENGINE_DEFAULTS: dict[str, dict[str, Any]] = {"reference": {"enable_prefix_caching": False}}
 ROOTS_VARIABLE = "HOTBUNK_DISK_ROOTS"
 LOAD_SECONDS = 600.0
 # At scale 1 an untrained model says the same whatever its weights are.
@@ -36,13 +38,14 @@ TINY = {"hidden": 128, "layers": 2, "context": 1024, "scale": 4.0, "seed": 0}
 class Options(msgspec.Struct, frozen=True):
     """The command line, understood; see :func:`hotbunk.cli.serve`."""
 
+    backend: str
     preset: str | None
     model: Path | None
     host: str
     port: int
     dev: bool
     api_key_file: Path | None
-    enable_prefix_caching: bool
+    enable_prefix_caching: bool | None
     enable_prompt_tokens_details: bool
     strict_model: bool
     data_parallel: int
@@ -94,14 +97,16 @@ async def _until_ended(options: Options) -> None:
             f"--dev without a key is for loopback, not {options.host}",
             remedy="add --api-key-file, or leave --host out",
         )
+    registry.find(registry.BACKENDS, options.backend)
     sock = bind(options.host, options.port)
     try:
         model = _model(options)
+        engine = _engine(options, model)
         roots = tuple(_root(path) for path in (model, *options.allowed_root))
         name = options.preset or model.name
         settings = Settings(
             model=name,
-            context=_context(model),
+            context=_context(model, engine),
             model_dir=roots[0],
             control=bool(options.dev or keys),
             keys=keys,
@@ -110,7 +115,7 @@ async def _until_ended(options: Options) -> None:
             allowed_roots=roots,
         )
         tokenizer = load_tokenizer(model)
-        handle = await process.start(_spec(options, model, roots))
+        handle = await process.start(_spec(options, engine, roots))
         try:
             app = create_app(handle, tokenizer, settings, load_directory)
             control = "with a key" if keys else "dev" if options.dev else "none"
@@ -132,14 +137,19 @@ async def _until_ended(options: Options) -> None:
         sock.close()
 
 
-def _spec(options: Options, model: Path, roots: Sequence[Path]) -> ReplicaSpec:
-    engine: dict[str, Any] = {
-        "enable_prefix_caching": options.enable_prefix_caching,
-        **parse_settings(options.settings),
-        "model": str(model),
-    }
+def _engine(options: Options, model: Path) -> dict[str, Any]:
+    """The backend's options. Whatever is served takes ``model``, a directory."""
+    given = parse_settings(options.settings)
+    if "model" in given:
+        raise ConfigError("--set model= is --model's to say")
+    flags = {"enable_prefix_caching": options.enable_prefix_caching}
+    asked = {name: value for name, value in flags.items() if value is not None}
+    return {**ENGINE_DEFAULTS.get(options.backend, {}), **asked, **given, "model": str(model)}
+
+
+def _spec(options: Options, engine: dict[str, Any], roots: Sequence[Path]) -> ReplicaSpec:
     return ReplicaSpec(
-        "reference",
+        options.backend,
         engine,
         name="server",
         deadlines=Deadlines(hold=options.hold_deadline),
@@ -194,10 +204,13 @@ def ensure_tiny(cache_dir: Path | None = None) -> Path:
     return target
 
 
-def _context(model: Path) -> int:
+def _context(model: Path, engine: dict[str, Any]) -> int:
+    """Tokens a sequence may have: the model's, or less where the engine is told so."""
     try:
         config = msgspec.json.decode((model / "config.json").read_bytes(), type=dict[str, Any])
-        return int(config["max_position_embeddings"])
+        config = config.get("text_config", config)
+        own = int(config["max_position_embeddings"])
+        return min(own, int(engine.get("max_model_len") or own))
     except (OSError, msgspec.MsgspecError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{model / 'config.json'} cannot be used: {error}") from error
 

@@ -13,13 +13,14 @@ from hotbunk.cli.serve import Options, run
 from hotbunk.rollout.errors import ConfigError, MissingExtra
 
 DEFAULT = Options(
+    backend="reference",
     preset="tiny",
     model=None,
     host="127.0.0.1",
     port=0,
     dev=True,
     api_key_file=None,
-    enable_prefix_caching=False,
+    enable_prefix_caching=None,
     enable_prompt_tokens_details=False,
     strict_model=False,
     data_parallel=1,
@@ -40,6 +41,7 @@ DEFAULT = Options(
         ({"host": "no such host", "dev": False}, "cannot listen on"),
         ({"api_key_file": Path("/nobody/there")}, "cannot be read"),
         ({"allowed_root": (Path("/nobody/there"),)}, "is no directory"),
+        ({"settings": ("model=/tmp",)}, "--model's to say"),
     ],
 )
 def test_what_cannot_be_meant(
