@@ -198,7 +198,8 @@ class RolloutBackend(ABC):
 
 @runtime_checkable
 class GenerationControl(Protocol):
-    """Pausing what runs. An engine's own pause; owners and holding are the Replica's business."""
+    """Pausing what runs. An engine's own pause; owners, holding, and which requests a pause ends by
+    the version they began with (``min_start_version``, by ``abort``) are the Replica's business."""
 
     async def pause_generation(
         self, mode: PauseMode = PauseMode.ABORT, *, clear_cache: bool = True

@@ -57,6 +57,9 @@ class Entry:
         self.reason = ""  # why it was let go
         self.retryable = True
         self.aborted = False  # by somebody who wanted this very request to end
+        self.admitted: Version | None = None  # what was resident when the engine took it
+        self.begun = request.start_version  # what made its first token
+        self.outdated = ""  # why its tokens are worth nothing, if they are not
         self.left = set(range(request.sampling.n))  # responses that have not ended
         self.until: float | None = None
         self.gone = False  # let go for good, though its reader may not have noticed yet
@@ -91,9 +94,15 @@ class Entry:
 
     def seen(self, chunk: TokenChunk) -> TokenChunk:
         """Account for a chunk. One that a pause ended may be sent again, and says so."""
+        if chunk.token_ids and self.begun is None:
+            self.begun = chunk.version
         if chunk.finish_reason is None:
             return chunk
         self.left.discard(chunk.index)
+        if chunk.finish_reason is FinishReason.ABORT and self.outdated:
+            # Without a token there is nothing old in it: it may be sent again as it is.
+            again = self.begun is None
+            return msgspec.structs.replace(chunk, error=self.outdated, retryable=again)
         if chunk.finish_reason is FinishReason.ABORT and not (chunk.error or self.aborted):
             return msgspec.structs.replace(chunk, error="cut off by a pause", retryable=True)
         return chunk
@@ -229,6 +238,16 @@ class Gate:
         """Ids of the requests that only another version may serve."""
         pins = {key: entry.request.version for key, entry in self.entries.items()}
         return [key for key, pin in pins.items() if pin not in (None, version)]
+
+    def begun_before(self, version: Version) -> dict[str, Stage]:
+        """Requests whose first token is older, or may be: of those without one, admission counts."""
+        found = {}
+        for key, entry in self.entries.items():
+            since = entry.begun or entry.admitted
+            if since is not None and since < version:
+                entry.outdated = f"begun by {since}, before {version}"
+                found[key] = entry.stage
+        return found
 
     def let_go(
         self,

@@ -38,7 +38,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Token ids in. ``media`` holds image, video and audio payloads, passed through unread.
 
     The last ``continued`` tokens of the prompt are a response that was cut off: a stop string may
-    begin in them.
+    begin in them. ``start_version`` is that of the first of them, where they are known to be older
+    than what this request will make.
     """
 
     request_id: str
@@ -49,6 +50,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     media: Mapping[str, Any] = msgspec.field(default_factory=dict)
     metadata: Mapping[str, Any] = msgspec.field(default_factory=dict)
     continued: int = 0
+    start_version: Version | None = None
 
 
 class TokenChunk(msgspec.Struct, frozen=True):

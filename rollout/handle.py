@@ -78,6 +78,7 @@ class ReplicaHandle(Protocol):
         reject: bool = False,
         owner: str = CALLER,
         deadline: float | None = None,
+        min_start_version: Version | None = None,
     ) -> PauseReport: ...
     async def resume_generation(self, *, owner: str = CALLER) -> None: ...
     async def abort(self, request_ids: Sequence[str] | None = None) -> AbortReport: ...
@@ -154,9 +155,15 @@ class LocalHandle:
         reject: bool = False,
         owner: str = CALLER,
         deadline: float | None = None,
+        min_start_version: Version | None = None,
     ) -> PauseReport:
         return await self._replica.pause_generation(
-            mode, clear_cache=clear_cache, reject=reject, owner=owner, deadline=deadline
+            mode,
+            clear_cache=clear_cache,
+            reject=reject,
+            owner=owner,
+            deadline=deadline,
+            min_start_version=min_start_version,
         )
 
     async def resume_generation(self, *, owner: str = CALLER) -> None:

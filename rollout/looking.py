@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from hotbunk.rollout import errors
 from hotbunk.rollout.calls import bounded
 from hotbunk.rollout.contract import BackendStatus, Engine
 from hotbunk.rollout.gate import SLEEP, Gate, Stage
-from hotbunk.rollout.lifecycle import Residency
+from hotbunk.rollout.lifecycle import Residency, Weights
 from hotbunk.rollout.line import EngineLine
+from hotbunk.rollout.quiesce import EnginePauses
 from hotbunk.rollout.status import Deadlines, Health, PauseInfo, ReplicaStatus
 
 
@@ -45,6 +46,29 @@ async def looked(
         backend=said,
         newest=state.newest(),
     )
+
+
+async def check(
+    status: Callable[[], Awaitable[ReplicaStatus]],
+    line: EngineLine,
+    gate: Gate,
+    state: Residency,
+    pauses: EnginePauses,
+    locked: Callable[[], bool],
+) -> None:
+    """As :meth:`Replica.check_invariants`; ``locked``: whether a verb is in progress."""
+    known = set(gate.ids(Stage.RUNNING))  # one that ends meanwhile is no stranger
+    said = await status()
+    if line.lost or locked() or said.backend.busy:
+        return
+    assert not pauses.open or not gate.closed, "engine open behind a closed gate"
+    assert not pauses.open or said.servable, "engine open without content"
+    for name, group in state.groups.items():
+        if group.state is Weights.RESIDENT:
+            told = said.backend.versions.get(name)
+            assert told == group.version, f"{name}: engine says {told}, state says {group.version}"
+    unseen = set(said.backend.running) - set(said.running) - known
+    assert not unseen, f"engine runs requests the gate does not know: {unseen}"
 
 
 async def _asked(backend: Engine, line: EngineLine) -> BackendStatus:

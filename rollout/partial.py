@@ -201,6 +201,7 @@ class _Response:
             self.request,
             prompt=(*self.request.prompt, *self.ids),
             continued=self.request.continued + len(self.ids),
+            start_version=self._spans[0].version if self._spans else self.request.start_version,
             sampling=msgspec.structs.replace(self.request.sampling, **sampling),
         )
 

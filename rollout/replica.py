@@ -8,12 +8,9 @@ over pauses, states, versions and the dirty mark is here. Status and abort never
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import TypeVar
-
-import msgspec
 
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import (
@@ -40,11 +37,12 @@ from hotbunk.rollout.contract import (
     parse_tags,
 )
 from hotbunk.rollout.gate import CALLER, SLEEP, Gate, Stage
-from hotbunk.rollout.lifecycle import Residency, Weights
+from hotbunk.rollout.lifecycle import Residency
 from hotbunk.rollout.line import EngineLine
-from hotbunk.rollout.looking import looked
+from hotbunk.rollout.looking import check, looked
 from hotbunk.rollout.one_verb import OneVerb
 from hotbunk.rollout.parking import Parking
+from hotbunk.rollout.pausing import Pausing
 from hotbunk.rollout.quiesce import EnginePauses
 from hotbunk.rollout.registry import open_transfer
 from hotbunk.rollout.serving import Serving
@@ -89,6 +87,7 @@ class Replica:
         self._updates: Updates
         self._parking: Parking
         self._serving: Serving
+        self._pausing: Pausing
         self._residency: Residency
 
     @property
@@ -123,6 +122,9 @@ class Replica:
         shared = (self.backend, self._line, self._gate, self._residency, self.deadlines)
         self._parking = Parking(*shared)
         self._serving = Serving(*shared, self._poisoned)
+        self._pausing = Pausing(
+            self.backend, self._line, self._gate, self._pauses, self._exclusive, self._serving
+        )
         if not self._residency.servable():
             await self._pauses.quiesce("start", None)  # an engine without content starts no step
 
@@ -234,38 +236,25 @@ class Replica:
         reject: bool = False,
         owner: str = CALLER,
         deadline: float | None = None,
+        min_start_version: Version | None = None,
     ) -> PauseReport:
         """Hold generation shut for ``owner``; returns when no step runs and none can start.
 
+        ``min_start_version`` (with ``keep`` or ``wait``): requests that are there and began before
+        that version end now, with an abort that says so; only the others are kept or waited for.
+
         :raises RequestsInFlight: ``wait`` was not over at the deadline; the pause stays held.
         :raises SessionError: the owner resumed before the pause was complete.
-        :raises Unsupported: the backend has no such mode; nothing changed.
+        :raises UsageError: ``min_start_version`` with mode ``abort``; nothing changed.
+        :raises Unsupported: the backend has no such mode, or no abort; nothing changed.
         """
-        mode = PauseMode(mode)
-        ability = self.capabilities.pause.get(mode)
-        if ability is None or not ability:
-            hint = ability.how if ability else ""
-            raise errors.Unsupported(f"pause mode {mode.value!r}", self.capabilities.backend, hint)
-        self._line.check_alive()
-        self._gate.hold(owner, mode, clear_cache, reject)
-        began = time.perf_counter()
-        with self._line.located():
-            drains = mode is not PauseMode.WAIT or await self._pauses.may_drain(
-                self._exclusive.lock, deadline
-            )
-        # What is frozen over missing content stays frozen: it cannot be let finish.
-        how = mode if drains else PauseMode.KEEP
-        report = None
-        if owner in self._gate.pauses:
-            with self._line.located():
-                report = await self._pauses.pause("pause", how, clear_cache, deadline)
-        if report is None or owner not in self._gate.pauses:
-            await self._pauses.reopen()
-            raise errors.SessionError(
-                f"{owner} resumed generation before its pause was complete", where=self.name
-            )
-        return msgspec.structs.replace(
-            report, held=self._gate.ids(Stage.HELD), seconds=time.perf_counter() - began
+        return await self._pausing.pause(
+            PauseMode(mode),
+            clear_cache=clear_cache,
+            reject=reject,
+            owner=owner,
+            deadline=deadline,
+            min_start_version=min_start_version,
         )
 
     async def resume_generation(self, *, owner: str = CALLER) -> None:
@@ -368,20 +357,8 @@ class Replica:
 
         :raises AssertionError: one does not.
         """
-        known = set(self._gate.ids(Stage.RUNNING))  # one that ends meanwhile is no stranger
-        status = await self.status()
-        if self._line.lost or self._exclusive.lock.locked() or status.backend.busy:
-            return
-        assert not self._pauses.open or not self._gate.closed, "engine open behind a closed gate"
-        assert not self._pauses.open or status.servable, "engine open without content"
-        resident = {
-            n: s.version for n, s in self._residency.groups.items() if s.state is Weights.RESIDENT
-        }
-        for group, version in resident.items():
-            said = status.backend.versions.get(group)
-            assert said == version, f"{group}: engine says {said}, state says {version}"
-        unseen = set(status.backend.running) - set(status.running) - known
-        assert not unseen, f"engine runs requests the gate does not know: {unseen}"
+        locked = self._exclusive.lock.locked
+        await check(self.status, self._line, self._gate, self._residency, self._pauses, locked)
 
     # -- inside -------------------------------------------------------------------------------
 

@@ -57,7 +57,9 @@ class Serving:
                     yield last
                 return
             self._admit(request)
-            entry.stage = Stage.RUNNING
+            entry.stage, entry.admitted = Stage.RUNNING, self._version()
+            if not self._backend.capabilities.request_versions:  # nothing better will be known
+                entry.begun = entry.begun or entry.admitted
             stream = self._backend.generate(request)
             while entry.left:
                 chunk = await self._next(entry, stream)
@@ -86,6 +88,23 @@ class Serving:
             said = await self._line.call("abort", self._backend.abort(ids), self._deadlines.drain)
             ended |= set(said.aborted)
         return AbortReport(tuple(sorted(ended)), tuple(sorted(wanted - ended)))
+
+    async def end_older(self, version: Version) -> tuple[str, ...]:
+        """End the requests that began before ``version``; their ids. New ones are held meanwhile."""
+        older = self._gate.begun_before(version)
+        ids = {stage: [key for key, its in older.items() if its is stage] for stage in Stage}
+        self._gate.let_go(
+            f"continues what began before {version}",
+            Stage.HELD,
+            ids=ids[Stage.HELD],
+            retryable=False,
+        )
+        running = ids[Stage.RUNNING]
+        ended: tuple[str, ...] = ()
+        if running:
+            call = self._backend.abort(running)
+            ended = (await self._line.call("abort", call, self._deadlines.drain)).aborted
+        return (*ids[Stage.HELD], *ended)
 
     def _version(self) -> Version:
         return self._residency.versions().get(TARGET, Version())

@@ -158,8 +158,9 @@ class ProcessHandle:
         reject: bool = False,
         owner: str = CALLER,
         deadline: float | None = None,
+        min_start_version: Version | None = None,
     ) -> PauseReport:
-        args = verbs.Pause(PauseMode(mode), clear_cache, reject, owner, deadline)
+        args = verbs.Pause(PauseMode(mode), clear_cache, reject, owner, deadline, min_start_version)
         return cast(PauseReport, await self._remote.call("pause_generation", args))
 
     async def resume_generation(self, *, owner: str = CALLER) -> None:

@@ -104,6 +104,7 @@ class Pause(msgspec.Struct, frozen=True):
     reject: bool = False
     owner: str = CALLER
     deadline: float | None = None
+    min_start_version: Version | None = None
 
 
 class EnginePause(msgspec.Struct, frozen=True):

@@ -9,11 +9,13 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import Field, StrictInt
 
 from hotbunk.rollout.contract import Cache, MemoryReport, PauseMode, Retention, Tag
 from hotbunk.rollout.gate import CALLER
 from hotbunk.rollout.server.plane import Plane, Shared, answer
+from hotbunk.rollout.server.versions import VERSION_QUERY, version_of
+from hotbunk.rollout.server.words import Body
 
 router = APIRouter(
     tags=["control"],
@@ -26,12 +28,6 @@ router = APIRouter(
 Owner = Annotated[str, Query(pattern=r"^[\w.:/-]{1,64}$", description="Whose pause it is.")]
 Seconds = Annotated[float | None, Query(ge=0, le=86_400, allow_inf_nan=False)]
 Level = Annotated[StrictInt, Field(ge=0, le=2)] | Literal["0", "1", "2"]
-
-
-class Body(BaseModel):
-    """A control request's body: what is not known is refused."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class SleepBody(Body):
@@ -76,10 +72,22 @@ async def pause(
     reject: Annotated[bool, Query()] = False,
     owner: Owner = CALLER,
     deadline: Seconds = None,
+    min_start_version: Annotated[str | None, Query(pattern=VERSION_QUERY)] = None,
 ) -> Response:
-    """Hold generation shut; answers when no step runs and none can start."""
+    """Hold generation shut; answers when no step runs and none can start. What began before
+    ``min_start_version`` (``7`` or ``0.7``) is ended, also by keep and wait."""
+    least = None
+    if min_start_version is not None:
+        if mode is PauseMode.ABORT:
+            raise _wrong("min_start_version", "goes with keep or wait: abort ends everything")
+        least = version_of(min_start_version, await plane.newest())
     report = await plane.replica.pause_generation(
-        mode, clear_cache=clear_cache, reject=reject, owner=owner, deadline=deadline
+        mode,
+        clear_cache=clear_cache,
+        reject=reject,
+        owner=owner,
+        deadline=deadline,
+        min_start_version=least,
     )
     return told(plane, "paused", report)
 
@@ -250,6 +258,9 @@ def told(plane: Plane, state: str, report: Any = None) -> Response:
 def _one(name: str, query: Any, body: Any) -> Any:
     """From the query or the body; both only if they agree."""
     if query is not None and body is not None and query != body:
-        where = {"loc": ("query", name), "msg": "the body says another", "type": "conflict"}
-        raise RequestValidationError([where])
+        raise _wrong(name, "the body says another")
     return body if query is None else query
+
+
+def _wrong(name: str, why: str) -> RequestValidationError:
+    return RequestValidationError([{"loc": ("query", name), "msg": why, "type": "conflict"}])

@@ -21,14 +21,14 @@ from hotbunk.rollout.contract import (
     Scope,
     ScopeKind,
     Ticket,
-    Version,
 )
 from hotbunk.rollout.errors import Unsupported
-from hotbunk.rollout.server.control import Body, told
+from hotbunk.rollout.server.control import told
 from hotbunk.rollout.server.paths import under_roots
 from hotbunk.rollout.server.plane import Shared, answer
 from hotbunk.rollout.server.session import Session
-from hotbunk.rollout.server.words import Words
+from hotbunk.rollout.server.versions import AnyVersion, Count, VersionBody, version_of
+from hotbunk.rollout.server.words import Body, Words
 
 router = APIRouter(
     tags=["weights"],
@@ -38,34 +38,9 @@ router = APIRouter(
     },
 )
 SET = "set:"  # how the disk transport names a directory that is read without a sender
-BIGGEST = 2**63 - 1
-Count = Annotated[StrictInt, Field(ge=0, le=BIGGEST)]
 
 
 # -- bodies -----------------------------------------------------------------------------------
-
-
-class VersionBody(Body):
-    """A version, as it is written in JSON."""
-
-    incarnation: Count = 0
-    step: Count = 0
-
-    def version(self) -> Version:
-        return Version(self.incarnation, self.step)
-
-
-AnyVersion = VersionBody | Count | Annotated[str, Field(pattern=r"^\d{1,18}\.\d{1,18}$")]
-
-
-def version_of(said: AnyVersion, like: Version) -> Version:
-    """``{"incarnation": 0, "step": 3}``, ``"0.3"``, or ``3`` (in the incarnation of ``like``)."""
-    if isinstance(said, VersionBody):
-        return said.version()
-    if isinstance(said, str):
-        incarnation, step = said.split(".")
-        return Version(int(incarnation), int(step))
-    return Version(like.incarnation, said)
 
 
 class ScopeBody(Body):

@@ -1,10 +1,10 @@
-"""Text that comes over a wire: it must be text."""
+"""What comes over a wire: text that is text, and bodies that hold what is known."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 def _words(value: object) -> object:
@@ -18,3 +18,9 @@ def _words(value: object) -> object:
 
 
 Words = Annotated[str, BeforeValidator(_words)]
+
+
+class Body(BaseModel):
+    """A control request's body: what is not known is refused."""
+
+    model_config = ConfigDict(extra="forbid")

@@ -207,6 +207,7 @@ class HttpHandle:
         reject: bool = False,
         owner: str = CALLER,
         deadline: float | None = None,
+        min_start_version: Version | None = None,
     ) -> PauseReport:
         mode = PauseMode(mode)
         if not self.sends:
@@ -219,6 +220,8 @@ class HttpHandle:
         }
         if deadline is not None:
             query["deadline"] = deadline
+        if min_start_version is not None:
+            query["min_start_version"] = str(min_start_version)
         seconds = self._deadlines.drain if deadline is None else deadline
         body = await self._client.call("/pause", seconds + self._deadlines.grace, query=query)
         return self._client.report("/pause", body, PauseReport)

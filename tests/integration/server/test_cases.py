@@ -91,3 +91,24 @@ def test_an_update_leaves_pauses_as_they_were(server: Any, other: Path) -> None:
         assert refused.status_code == 409
         assert server.is_paused() is paused
     server.ok("/update_weights_from_disk")
+
+
+def test_a_pause_ends_what_would_be_thrown_away(server: Any) -> None:
+    """What no trainer will take was computed again all the same (V15)."""
+    old = server.stream(PROMPT, 900).started()
+    server.ok("/pause", mode="keep")
+    server.ok("/update_weights_from_disk")
+    server.ok("/resume")
+    new = server.stream(PROMPT, 60).started()
+    now = server.get("/weight_version")["weight_version"]
+    assert old.pending
+    refused = server.post("/pause", mode="abort", min_start_version=now)
+    assert refused.status_code == 422
+    assert refused.json()["detail"][0]["loc"] == ["query", "min_start_version"]
+    assert server.is_paused() is False
+    step = int(now.split(".")[1])  # of the newest incarnation
+    report = server.ok("/pause", mode="wait", min_start_version=step)["report"]
+    assert len(report["aborted"]) == 1
+    assert (old.result().last["finish_reason"], old.last["retryable"]) == ("abort", False)
+    assert (new.result().last["finish_reason"], len(new.chunks)) == ("length", 60)
+    server.ok("/resume")

@@ -116,6 +116,24 @@ async def test_errors_are_the_same_by_name_and_field(place: Any) -> None:
     await stream.aclose()
 
 
+async def test_a_pause_ends_what_began_before_a_version(place: Any) -> None:
+    """V15, and an argument error with abort."""
+    served = await place.oracle()
+    handle = await place.connect(served.url)
+    stream = handle.generate(ask("old", LONG))
+    await _first(stream)
+    with pytest.raises(errors.UsageError, match="goes with keep or wait"):
+        await handle.pause_generation(min_start_version=Version(0, 0))
+    assert not (await handle.status()).is_paused
+    kept = await handle.pause_generation(PauseMode.KEEP, min_start_version=Version(0, 0))
+    assert kept.frozen == ("old",)
+    ended = await handle.pause_generation(PauseMode.WAIT, min_start_version=Version(0, 1))
+    assert ended.aborted == ("old",)
+    last = [chunk async for chunk in stream][-1]
+    assert (last.finish_reason, last.retryable) == (FinishReason.ABORT, False)
+    assert last.error == "begun by 0.0, before 0.1"
+
+
 async def test_a_reader_that_leaves_ends_its_request(place: Any) -> None:
     served = await place.oracle()
     handle = await place.connect(served.url)
