@@ -130,13 +130,14 @@ class Supervisor:
             if not isinstance(handle, BaseException):  # it came in the moment of the end
                 await _closed(handle)
 
-    async def check(self) -> None:
+    async def check(self, *, start: bool = True) -> None:
         """Look at every slot once, and do what is due. Waits for no start.
 
+        :param start: False: only who died is taken out, as where a successor has no room yet.
         :raises TooFewReplicas: see :meth:`run`.
         """
         self._know()
-        await asyncio.gather(*(self._check(slot) for slot in self._slots.values()))
+        await asyncio.gather(*(self._check(slot, start) for slot in self._slots.values()))
         left = [s for s in self._slots.values() if s.state is not SlotState.RETIRED]
         if len(left) < self._rules.minimum:
             retired = [s for s in self._slots.values() if s.state is SlotState.RETIRED]
@@ -154,11 +155,13 @@ class Supervisor:
             if slot.handle is not None and name not in there:
                 del self._slots[name]
 
-    async def _check(self, slot: _Slot) -> None:
+    async def _check(self, slot: _Slot, start: bool) -> None:
         if slot.state is SlotState.RETIRED:
             return
         if slot.handle is not None:
             await self._probe(slot, slot.handle)
+        elif not start:
+            return
         elif slot.starting is not None:
             await self._came(slot, slot.starting)
         elif self._clock() - slot.since >= self._pause(slot.deaths):

@@ -24,7 +24,6 @@ import torch
 from hotbunk.checkpoint_engine.supervisor import Supervision, Supervisor
 from hotbunk.rollout.contract import GenerateRequest, PauseMode
 from hotbunk.rollout.errors import DeadlineExceeded, EngineFailed, ReplicaLost
-from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.trainer_hooks.recipes.grpo import Batch, group_advantages, make_batch
 from hotbunk.trainer_hooks.recipes.job import Job, Parts, Stopping, seconds_of
 from hotbunk.trainer_hooks.recipes.meter import TOTAL
@@ -38,7 +37,7 @@ from hotbunk.trainer_hooks.recipes.replay import (
     percentile,
     staleness_counts,
 )
-from hotbunk.trainer_hooks.recipes.replicas import successor
+from hotbunk.trainer_hooks.recipes.successors import Successors
 from hotbunk.trainer_hooks.recipes.tasks import Sample
 from hotbunk.trainer_hooks.recipes.threads import OneThread, in_thread
 
@@ -57,15 +56,14 @@ class BesideJob(Job):
         super().__init__(parts, phases, None)
         first = self.version(self.plan.first_step)
         config = self.config
-        self._handles = parts.handles  # the meters' list, too: successors take their place in it
+        self._successors = Successors(parts.handles, parts.stack)
         self._replay = Replay(config.prompts, config.max_staleness, first, first, config.overdue)
         self._publisher = Publisher(self.hooks, self.learner.model, sent=self._replay.sent)
         self._supervisor = Supervisor(
             self.hooks.manager,
-            self._successor,
+            self._successors.start,
             Supervision(most_deaths=config.restarts, every=LOOK),
         )
-        self._restarts = 0
         self._producer = Producer(
             config,
             self._replay,
@@ -112,7 +110,6 @@ class BesideJob(Job):
         self.meter.watch("step")
         timings = self.recorder.take_timings()
         seconds = clock() - began
-        restarts, self._restarts = self._restarts, 0
         oldest = [v for g in groups for v in g.versions.values()]
         newest = max(r.versions[-1] for g in groups for r in g.results)
         best = groups[0].results[0].completion
@@ -133,7 +130,7 @@ class BesideJob(Job):
             "train/weight": stats.weight,
             "train/truncated": stats.truncated,
             **_syncs(self._publisher.take()),
-            "rollout/restarts": restarts,
+            "rollout/restarts": self._successors.take(),
             # None where no sample could be taken: a replica was away.
             "memory/weights_bytes": peaks.get("weights"),
             "memory/kv_cache_bytes": peaks.get("kv_cache"),
@@ -226,13 +223,6 @@ class BesideJob(Job):
             return [self.plan.task.reward(group.sample, text) for text in texts]
 
         return await self._scorer.call(rewards)
-
-    async def _successor(self, name: str) -> ReplicaHandle:
-        place = [handle.name for handle in self._handles].index(name)
-        handle = await successor(self._handles[place], self._stack)
-        self._handles[place] = handle
-        self._restarts += 1
-        return handle
 
     def _in_transaction(self) -> float:
         there, sync = len(self.hooks.manager.replicas), self.plan.config.sync

@@ -72,11 +72,12 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """GRPO. ``prompts`` and ``group_size`` are per step; ``max_response_tokens`` None asks the
     task. ``mini_batches`` optimizer steps an epoch; ``micro_batch`` responses a forward pass.
 
+    ``restarts``: how often each replica is replaced when it is lost; the run ends when none is left.
+
     The last fields are ``grpo_async``'s own. ``max_staleness``: how many steps older than the
     trainer's a token's version may be; generation runs so far ahead. ``partial_rollout``: responses
     that a sync cuts off go on with the new weights, or (False) begin again. ``weight_cap`` truncates
-    importance weights. ``patience``: seconds without a whole batch that end a run. ``restarts``: how
-    often each replica is replaced when it is lost; the run ends when none is left.
+    importance weights. ``patience``: seconds without a whole batch that end a run.
     """
 
     name: str = SYNC
@@ -98,12 +99,12 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprob_tolerance: float = 1e-3
     save_every: int = 0
     threads: int = 0
+    restarts: int = 3
     max_staleness: int = 0
     overdue: Overdue = Overdue.DROP
     partial_rollout: bool = True
     weight_cap: float = 2.0
     patience: float = 600.0
-    restarts: int = 3
 
     @property
     def decoupled(self) -> bool:

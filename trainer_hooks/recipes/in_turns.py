@@ -1,18 +1,22 @@
 """GRPO with trainer and engines taking turns on the same memory.
 
 Uses only the contract and the hooks; everything an engine does is behind a replica's handle.
+
+An engine that dies costs time and nothing else: what it owed is generated again, token for token,
+once its successor has the same version. Successors are started when the trainer has let go.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
 from hotbunk.checkpoint_engine.policy import SyncReport
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import Completion, GenerateRequest, collect
+from hotbunk.rollout.handle import LocalHandle, ReplicaHandle
 from hotbunk.trainer_hooks.recipes.grpo import group_advantages, make_batch
 from hotbunk.trainer_hooks.recipes.job import (
     Job,
@@ -23,6 +27,7 @@ from hotbunk.trainer_hooks.recipes.job import (
     seconds_of,
 )
 from hotbunk.trainer_hooks.recipes.meter import TOTAL
+from hotbunk.trainer_hooks.recipes.successors import TurnsKeeper, only_deaths
 from hotbunk.trainer_hooks.recipes.threads import in_thread
 
 
@@ -30,8 +35,14 @@ class TurnsJob(Job):
     """Generate, sleep, train, wake: ``trainer=grpo``."""
 
     def __init__(self, parts: Parts) -> None:
-        super().__init__(parts, StepPhases(parts.recorder), metered(parts))
-        self.handles = parts.handles
+        share = metered(parts)
+        super().__init__(parts, StepPhases(parts.recorder), share)
+        self._share = share
+        self._keeper: TurnsKeeper | None = None
+        if not any(isinstance(handle, LocalHandle) for handle in parts.handles):
+            self._keeper = TurnsKeeper(
+                self.hooks.manager, parts.handles, parts.stack, self.config.restarts
+            )
 
     async def begin(self) -> None:
         await self.hooks.manager.sleep_replicas()
@@ -42,25 +53,30 @@ class TurnsJob(Job):
         """Nothing is: engines hold what the trainer holds."""
 
     async def sync(self, step: int) -> SyncReport:
-        """The trainer's weights become the engines', as version ``step``."""
-        return await self.hooks.on_weights_ready(self.learner.source, self.version(step))
+        """The trainer's weights become the engines', as version ``step``; also those of successors."""
+        while True:
+            await self._replace()
+            try:
+                return await self.hooks.on_weights_ready(self.learner.source, self.version(step))
+            except errors.SyncFailed as error:
+                if not only_deaths(error) or not await self._reaped():
+                    raise
 
     async def step(self, number: int, stopping: Stopping) -> dict[str, object]:
         config, recorder, meter = self.config, self.recorder, self.meter
         clock = asyncio.get_running_loop().time
         began = clock()
         meter.watch("step")
-        await self.hooks.on_rollout_begin()
         drawn, encoded = self.draw(number)
         requests = self.requests(number, encoded)
         async with meter.sampling(also=self.gauges.sample):
             with recorder.phase("generate"):
-                completions = await self._generate(requests)
+                completions = await self._rollout(number, requests)
         generation = await self.gauges.take()
-        await self.hooks.on_rollout_end()
+        await self._despite_deaths(self.hooks.on_rollout_end)
         asleep = await meter.sample()
 
-        await self.hooks.on_train_begin()
+        await self._despite_deaths(self.hooks.on_train_begin)
         texts = [self.text(c) for c in completions]
         samples = [s for s in drawn for _ in range(config.group_size)]
         rewards = torch.tensor(
@@ -91,6 +107,7 @@ class TurnsJob(Job):
             "rollout/tokens": tokens,
             "rollout/tokens_per_s": tokens / timings["generate"],
             **{f"rollout/{name}": value for name, value in generation.items()},
+            "rollout/restarts": self._keeper.successors.take() if self._keeper else 0,
             "rollout/sample": f"{samples[0].prompt} -> {texts[0]}"[:200],
             "sync/bytes": report.nbytes,
             "sync/buckets": sum(o.update.buckets for o in report.outcomes if o.update),
@@ -113,21 +130,79 @@ class TurnsJob(Job):
         recorder.record(number, metrics)
         return metrics
 
-    async def _generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
-        """One response a request, spread over the replicas.
+    # -- generation ---------------------------------------------------------------------------
 
-        :raises EngineFailed: a response that was not finished.
+    async def _rollout(self, number: int, requests: Sequence[GenerateRequest]) -> list[Completion]:
+        """One response a request, spread over the replicas that serve version ``number``.
+
+        :raises EngineFailed: a response that was not finished, by a replica that lives.
         """
-        done = await asyncio.gather(
-            *(
-                collect(self.handles[i % len(self.handles)].generate(request))
-                for i, request in enumerate(requests)
-            )
+        done: dict[str, Completion] = {}
+        while left := [request for request in requests if request.request_id not in done]:
+            try:
+                await self.hooks.on_rollout_begin()
+                failure = await self._generate(left, done)
+            except errors.SessionError as error:
+                failure = error
+            if failure is not None:
+                if not await self._reaped():
+                    raise failure
+                await self._despite_deaths(self.hooks.on_rollout_end)
+                await self.sync(number)
+        return [done[request.request_id] for request in requests]
+
+    async def _generate(
+        self, requests: Sequence[GenerateRequest], done: dict[str, Completion]
+    ) -> errors.HotbunkError | None:
+        """Put what was finished into ``done``. What kept a request from it, if there is one."""
+        handles = self.hooks.manager.replicas
+        results = await asyncio.gather(
+            *(_one(handles[i % len(handles)], request) for i, request in enumerate(requests))
         )
-        for completion in done:
-            if completion.error or not completion.token_ids:
-                raise errors.EngineFailed(
-                    f"request {completion.request_id!r} was not finished: "
-                    f"{completion.error or completion.finish_reason.value}"
-                )
-        return list(done)
+        failure = None
+        for result in results:
+            if isinstance(result, Completion):
+                done[result.request_id] = result
+            else:
+                failure = failure or result
+        return failure
+
+    # -- who dies -----------------------------------------------------------------------------
+
+    async def _reaped(self) -> bool:
+        """Whether a replica had died, and is taken out."""
+        return self._keeper is not None and await self._keeper.reap()
+
+    async def _replace(self) -> None:
+        """Successors for those that died, asleep like everybody; the trainer lets go for them."""
+        if self._keeper is None:
+            return
+        await self._keeper.reap()
+        while self._keeper.missing:
+            await self._share.offload()
+            await self._keeper.replace()
+            await self._despite_deaths(self.hooks.manager.sleep_replicas)
+
+    async def _despite_deaths(self, verb: Callable[[], Awaitable[object]]) -> None:
+        """Something that goes to all replicas, again without who died in it."""
+        while True:
+            try:
+                await verb()
+                return
+            except errors.ReplicaLost:
+                if not await self._reaped():
+                    raise
+
+
+async def _one(handle: ReplicaHandle, request: GenerateRequest) -> Completion | errors.HotbunkError:
+    """Its response, or why there is none."""
+    try:
+        completion = await collect(handle.generate(request))
+    except errors.ReplicaLost as error:
+        return error
+    if completion.error or not completion.token_ids:
+        return errors.EngineFailed(
+            f"request {completion.request_id!r} was not finished: "
+            f"{completion.error or completion.finish_reason.value}"
+        )
+    return completion

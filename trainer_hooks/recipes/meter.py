@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from hotbunk.rollout.arena import MemoryPool
+from hotbunk.rollout.errors import ReplicaLost
 from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.trainer_hooks.hooks import TrainerShare
 from hotbunk.trainer_hooks.recipes.recorder import RunRecorder
@@ -45,9 +46,12 @@ class MemoryMeter:
         self._watches: dict[str, dict[str, int]] = {}
 
     async def sample(self) -> dict[str, int]:
-        """Resident bytes by tag, now."""
+        """Resident bytes by tag, now. A replica that is lost has none: its process is gone."""
         levels = {"trainer": 0, "weights": 0, "kv_cache": 0, "bucket": 0}
-        reports = [self._pool.memory(), *[await h.memory() for h in self._handles]]
+        reports = [self._pool.memory()]
+        for handle in list(self._handles):
+            with suppress(ReplicaLost):
+                reports.append(await handle.memory())
         for report in reports:
             for arena in report.arenas:
                 levels[arena.tag] = levels.get(arena.tag, 0) + arena.resident
