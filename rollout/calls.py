@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hotbunk.rollout.errors import DeadlineExceeded, EngineFailed, HotbunkError, ReplicaLost
 
@@ -27,6 +27,7 @@ async def bounded(verb: str, call: Awaitable[T], seconds: float, *, grace: float
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
+        task.add_done_callback(noted)
         await _cancelled(verb, task, grace)
         raise
     # A call that ends in the very moment it is cancelled is taken at its word.
@@ -40,6 +41,21 @@ async def bounded(verb: str, call: Awaitable[T], seconds: float, *, grace: float
         raise EngineFailed(f"the engine cancelled its own {verb}") from None
     except Exception as error:
         raise engine_failed(verb, error) from error
+
+
+async def abandoned(*futures: asyncio.Future[Any]) -> None:
+    """Cancel these and see them end. What they raise then is nobody's any more."""
+    for future in futures:
+        future.add_done_callback(noted)
+        future.cancel()
+    if futures:  # not gather: who is cancelled here must not cut their clean-up off
+        await asyncio.wait(futures)
+
+
+def noted(future: asyncio.Future[Any]) -> None:
+    """A callback: what it raised is taken note of, though nobody waits."""
+    if not future.cancelled():
+        future.exception()
 
 
 def engine_failed(verb: str, error: BaseException) -> EngineFailed:

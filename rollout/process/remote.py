@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from hotbunk.rollout.calls import noted
 from hotbunk.rollout.contract import Capabilities, GenerateRequest, TokenChunk, Version
 from hotbunk.rollout.errors import DeadlineExceeded, EngineFailed, HotbunkError, ReplicaLost
 from hotbunk.rollout.process.connection import Connection
@@ -184,6 +185,7 @@ class Remote:
             await self._connection.drained()
             raw = await asyncio.shield(answer)
         except asyncio.CancelledError:
+            answer.add_done_callback(noted)
             self._connection.send(Cancel(number))
             await asyncio.wait({answer}, timeout=self._limit)
             raise

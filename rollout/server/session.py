@@ -6,6 +6,7 @@ import asyncio
 from enum import StrEnum
 from typing import Any
 
+from hotbunk.rollout.calls import abandoned, noted
 from hotbunk.rollout.contract import Scope, Ticket, UpdateReport, Version
 from hotbunk.rollout.errors import SessionError
 from hotbunk.rollout.server.plane import Plane
@@ -119,13 +120,11 @@ class Session:
 
     def _ran(self, task: asyncio.Task[UpdateReport]) -> None:
         self._running = None
-        if not task.cancelled():
-            task.exception()  # whoever asked may be gone
+        noted(task)  # whoever asked may be gone
 
     async def _end_running(self) -> None:
         if (task := self._running) is not None:
-            task.cancel()
-            await asyncio.wait({task})
+            await abandoned(task)
 
     def _check(self, generation: int | None, step: Step, verb: str) -> None:
         if self.step is Step.CLOSED:

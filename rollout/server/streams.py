@@ -11,6 +11,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from hotbunk.rollout.calls import abandoned
 from hotbunk.rollout.contract import TokenChunk
 
 T = TypeVar("T")
@@ -55,9 +56,7 @@ async def merged(
             else:
                 yield number, item
     finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await abandoned(*pumps)
 
 
 async def while_there(request: Request, work: Awaitable[T]) -> T:
@@ -73,10 +72,7 @@ async def while_there(request: Request, work: Awaitable[T]) -> T:
             raise Gone
         return doing.result()
     finally:
-        leaving.cancel()
-        if not doing.done():
-            doing.cancel()
-        await asyncio.gather(doing, leaving, return_exceptions=True)
+        await abandoned(doing, leaving)
 
 
 class EventStream(Response):
@@ -100,9 +96,7 @@ class EventStream(Response):
             if sending.done():
                 sending.result()
         finally:
-            leaving.cancel()
-            sending.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
+            await abandoned(sending, leaving)
             await self._events.aclose()
 
     async def _send(self, send: Send) -> None:

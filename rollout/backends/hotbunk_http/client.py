@@ -13,6 +13,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt
 from tenacity.wait import wait_exponential, wait_random
 
 from hotbunk.rollout.backends.hotbunk_http.options import Connection
+from hotbunk.rollout.calls import abandoned
 from hotbunk.rollout.contract import GenerateRequest, TokenChunk, Version
 from hotbunk.rollout.errors import DeadlineExceeded, EngineFailed, HotbunkError, ReplicaLost
 from hotbunk.rollout.gate import Entry
@@ -140,9 +141,7 @@ class Client:
                 if path != "/health":
                     await self._alive()
         finally:
-            if not asking.done():
-                asking.cancel()
-                await asyncio.wait({asking})
+            await abandoned(asking)
 
     async def _alive(self) -> None:
         """:raises ReplicaLost: it hangs, or is gone, or another answers."""
@@ -227,9 +226,7 @@ class Client:
                     return asking.result()
                 await self._alive()
         finally:
-            if not asking.done():
-                asking.cancel()
-                await asyncio.wait({asking})
+            await abandoned(asking)
 
     # -- inside -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import msgspec
 
 from hotbunk.rollout.backends.hotbunk_http.client import Client
 from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
+from hotbunk.rollout.calls import abandoned
 from hotbunk.rollout.contract import (
     FULL,
     AbortReport,
@@ -62,6 +63,7 @@ class HttpHandle:
         self._client = Client(options, options.generate_url)
         self._deadlines = options.deadlines
         self._generation: int | None = None
+        self._ending: asyncio.Future[None] | None = None  # of an update that was given up
 
     @staticmethod
     async def connect(options: HttpOptions, name: str = "") -> HttpHandle:
@@ -174,7 +176,8 @@ class HttpHandle:
             done = True
         finally:
             if not done and not self._client.lost:
-                await asyncio.shield(asyncio.ensure_future(self._aborted(mine)))
+                self._ending = asyncio.ensure_future(self._aborted(mine))
+                await asyncio.shield(self._ending)
         return report
 
     async def _started(self) -> int:
@@ -285,6 +288,8 @@ class HttpHandle:
 
     async def close(self) -> None:
         """Let go of the connections. The server is its owner's."""
+        if self._ending is not None:
+            await abandoned(self._ending)
         await self._client.close()
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from hotbunk.rollout.calls import abandoned
 from hotbunk.rollout.contract import Bucket, Transfer, UpdateReport
 from hotbunk.rollout.errors import HotbunkError, TransferFailed, VerifyFailed
 from hotbunk.rollout.fingerprint import KIND
@@ -65,8 +66,7 @@ async def relay(
             return msgspec.structs.replace(report, skipped=False, applied=applied)
         finally:
             source.stop()
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+            await abandoned(serving)
             await offer.close()
     finally:
         await way.close()

@@ -22,6 +22,7 @@ from hotbunk.rollout.backends.reference.runner import KVStash, ModelRunner
 from hotbunk.rollout.backends.reference.scheduler import Scheduler
 from hotbunk.rollout.backends.reference.thread import EngineThread
 from hotbunk.rollout.backends.reference.weights import Writer
+from hotbunk.rollout.calls import noted
 from hotbunk.rollout.contract import (
     ADAPTER_PREFIX,
     FULL,
@@ -382,7 +383,6 @@ async def _uncut(call: Awaitable[T]) -> T:
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
+        future.add_done_callback(noted)  # whoever waited is gone
         await asyncio.wait({future})
-        if not future.cancelled():
-            future.exception()  # taken note of: whoever waited is gone
         raise

@@ -16,6 +16,7 @@ import msgspec
 import typer
 
 from hotbunk.rollout import process, registry
+from hotbunk.rollout.calls import abandoned
 from hotbunk.rollout.contract import Manifest, UpdateReport, Version
 from hotbunk.rollout.errors import ConfigError, HotbunkError, MissingExtra
 from hotbunk.rollout.fingerprint import KIND
@@ -71,8 +72,7 @@ async def _serve(options: Options) -> int:
     await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if not serving.done():
-        serving.cancel()
-        await asyncio.wait({serving})
+        await abandoned(serving)
         return 0
     serving.result()
     return 0
@@ -241,8 +241,7 @@ async def load_directory(handle: ReplicaHandle, path: Path, version: Version) ->
             await serving
             return report
         finally:
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+            await abandoned(serving)
             await offer.close()
     finally:
         await transport.close()

@@ -108,9 +108,9 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        code = self.process.returncode
-        assert code == 0 or self.killed, f"it ended with {code}: {self.process.communicate()[1]}"
-        self.process.communicate()
+        code, said = self.process.returncode, self.process.communicate()[1]
+        assert code == 0 or self.killed, f"it ended with {code}: {said}"
+        assert "never retrieved" not in said, said
 
 
 def asked(prompt: Any, max_tokens: int = 8, **more: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -12,6 +13,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+
+from hotbunk.rollout.backends.hotbunk_http.handle import HttpHandle
+from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
+from hotbunk.rollout.contract import FinishReason, PauseMode, collect
+from hotbunk.rollout.errors import ReplicaLost
+from hotbunk.rollout.status import Health
 
 
 def test_sigterm_ends_streams_with_a_retryable_abort_and_exits_0(
@@ -39,13 +46,36 @@ def test_sigterm_ends_streams_with_a_retryable_abort_and_exits_0(
         one.http.get("/health")
 
 
-def test_killed_it_takes_its_engine_along(serve: Callable[..., Any], model: Path) -> None:
+@pytest.mark.anyio
+async def test_killed_it_takes_its_engine_along(
+    serve: Callable[..., Any], model: Path, kit: Any
+) -> None:
+    """And whoever asked is told by name, within a bound: streams, a drain, what comes after."""
     one = serve("--model", str(model), "--dev")
     children = psutil.Process(one.process.pid).children(recursive=True)
     before = set(os.listdir("/dev/shm"))
     running = one.stream("Once upon a time", 900).started()
+    handle = await HttpHandle.connect(HttpOptions(one.url))
+    streams = [handle.generate(kit.request(prompt, 900)) for prompt in kit.prompts(4)]
+    for stream in streams:
+        await anext(stream)
+    ends = [asyncio.create_task(collect(stream)) for stream in streams]
+    drain = asyncio.create_task(handle.pause_generation(PauseMode.WAIT))
+    await asyncio.to_thread(one.until, lambda status: status["is_paused"])
     one.killed = True
     os.kill(one.process.pid, signal.SIGKILL)
+    async with asyncio.timeout(20):
+        for end in ends:
+            done = await end
+            assert (done.finish_reason, done.retryable) == (FinishReason.ABORT, True)
+        with pytest.raises(ReplicaLost):
+            await drain
+        with pytest.raises(ReplicaLost):
+            await handle.resume_generation()
+        with pytest.raises(ReplicaLost):
+            await collect(handle.generate(kit.request([1], 1)))
+    assert (await handle.status()).health is Health.LOST
+    await handle.close()
     running.result(10)
     assert running.error is not None
     assert not running.ended_well, "nobody may take this for an end"

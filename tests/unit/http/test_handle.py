@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
 from hotbunk.conformance.tickets import ticket
 from hotbunk.rollout import errors
+from hotbunk.rollout.backends.hotbunk_http.handle import HttpHandle
+from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
 from hotbunk.rollout.contract import (
     Deployment,
     FinishReason,
@@ -302,6 +305,31 @@ async def test_a_server_that_hangs_is_lost_within_its_deadline(place: Any) -> No
     assert (await handle.status()).health is Health.LOST
     over.set()
     hung.close()
+
+
+@pytest.mark.parametrize("asked", ["/v1/generate", "/pause"])
+async def test_a_server_that_dies_while_it_is_asked_whether_it_lives(asked: str) -> None:
+    """The call and the question after it break at once, and the call's error is nobody's loss."""
+    waiting: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if asked in (await reader.readline()).decode():
+            waiting.append(writer)
+            return
+        for one in (*waiting, writer):  # /health
+            one.transport.abort()
+
+    server = await asyncio.start_server(serve, HOST, 0)
+    url = f"http://{HOST}:{server.sockets[0].getsockname()[1]}"
+    handle = HttpHandle(HttpOptions(url, deadlines=QUICK))
+    pausing = asked == "/pause"
+    call = handle.pause_generation() if pausing else collect(handle.generate(ask("x")))
+    with pytest.raises(errors.ReplicaLost, match="no word from"):
+        await call
+    assert (await handle.status()).health is Health.LOST
+    await handle.close()
+    server.close()
+    gc.collect()  # what was not retrieved says so when it is collected: see tests/conftest.py
 
 
 async def test_only_node_0_sends(place: Any) -> None:
