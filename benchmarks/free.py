@@ -71,6 +71,9 @@ class FreeHandle:
         self._status = msgspec.structs.replace(self._status, versions=held)
         return UpdateReport(version, applied=1)
 
+    async def memory(self) -> MemoryReport:
+        return _MEMORY
+
     async def close(self) -> None:
         pass
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Sequence
 
 from hotbunk.checkpoint_engine.policy import Outcome, SyncReport
-from hotbunk.checkpoint_engine.transaction import Run
+from hotbunk.checkpoint_engine.run import Run
 from hotbunk.rollout.contract import TARGET, Version
 from hotbunk.rollout.errors import UsageError, closest
 from hotbunk.rollout.gate import SYNC

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
+from hotbunk.checkpoint_engine.held import PeakMemory
 from hotbunk.rollout.contract import PauseMode, UpdateReport, Version
 from hotbunk.rollout.errors import ConfigError
 from hotbunk.rollout.status import TimelineEvent
@@ -113,7 +114,8 @@ class ReplicaOutcome(msgspec.Struct, frozen=True):
 
     ``version`` is what it holds now, as far as is known. ``updates``: one for each thing the sync
     brought (a base and its adapter), ``update`` the last. ``fenced``: it was rolled back and is held
-    shut, as the policy wants it while others have the new version.
+    shut, as the policy wants it while others have the new version. ``memory``: the most it was seen to
+    hold, by phase; without a phase in which it could not be measured.
     """
 
     replica: str
@@ -126,6 +128,7 @@ class ReplicaOutcome(msgspec.Struct, frozen=True):
     timeline: tuple[TimelineEvent, ...] = ()
     updates: tuple[UpdateReport, ...] = ()
     fenced: bool = False
+    memory: Mapping[str, PeakMemory] = msgspec.field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -173,6 +176,18 @@ class SyncReport(msgspec.Struct, frozen=True):
             for name, seconds in outcome.phases.items():
                 taken.setdefault(name, []).append(seconds)
         return {n: (min(t), statistics.median(t), max(t)) for n, t in taken.items()}
+
+    def memory(self) -> dict[str, tuple[PeakMemory, str]]:
+        """Per phase, the peak of the replica that held most (bytes), and its name.
+
+        Replicas are not added up: each may have a device of its own.
+        """
+        most: dict[str, tuple[PeakMemory, str]] = {}
+        for outcome in self.outcomes:
+            for name, peak in outcome.memory.items():
+                if name not in most or peak.total > most[name][0].total:
+                    most[name] = peak, outcome.replica
+        return most
 
     def summary(self) -> str:
         """One line a replica that did not commit."""

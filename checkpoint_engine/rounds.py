@@ -12,7 +12,8 @@ from hotbunk.checkpoint_engine.members import Members
 from hotbunk.checkpoint_engine.observe import Observer
 from hotbunk.checkpoint_engine.policy import Outcome, ReplicaOutcome, SyncPolicy, SyncReport
 from hotbunk.checkpoint_engine.ranks import LetGo
-from hotbunk.checkpoint_engine.transaction import Part, Run, Transaction
+from hotbunk.checkpoint_engine.run import Run
+from hotbunk.checkpoint_engine.transaction import Part, Transaction
 from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout.contract import ScopeKind, Version
 from hotbunk.rollout.handle import ReplicaHandle
@@ -96,7 +97,7 @@ class Rounds:
         """What came of it; ``more`` are outcomes of replicas that were in no transaction."""
         seconds = time.perf_counter() - (self._began if began is None else began)
         phases = {**self.phases, "other": seconds - sum(self.phases.values())}
-        outcomes = (*(run.result(part) for run in self.runs), *more)
+        outcomes = (*(run.result(part.version, part.group) for run in self.runs), *more)
         return SyncReport(part.version, outcomes, phases, seconds)
 
     async def _settle(self) -> None:

@@ -24,7 +24,8 @@ STYLES = {
 def table(report: SyncReport) -> Table:
     """A row a replica: outcome, version, milliseconds a phase, bytes, GB/s; the slowest is marked.
 
-    Below: least, median and most over the replicas, and the sync's own wall-clock time.
+    Below: least, median and most over the replicas, the sync's own wall-clock time, and the memory
+    that a replica was seen to hold at most, by tag and in all, where it was measured.
     """
     phases = phases_of(report)
     made = Table(
@@ -69,11 +70,23 @@ def table(report: SyncReport) -> Table:
         f"{report.nbytes / 1e6:.1f}",
         "",
     )
+    held = {phase: peak for phase, (peak, _) in report.memory().items()}
+    if held:
+        made.add_section()
+        tags = dict.fromkeys(tag for peak in held.values() for tag in peak.tags)
+        for tag in tags:
+            of_tag = [held[p].tags.get(tag) if p in held else None for p in phases]
+            made.add_row(f"peak MB, {tag}", "", "", *map(_mb, of_tag), "", "", "")
+        total = [held[p].total if p in held else None for p in phases]
+        made.add_row("peak MB, all", "", "", *map(_mb, total), "", "", "")
     return made
 
 
 def timeline(report: SyncReport, width: int = 60) -> RenderableType:
-    """A bar a replica: which phase it was in, over the time of the sync."""
+    """A bar a replica: which phase it was in, over the time of the sync.
+
+    Below: the phases, each with the most memory that a replica was seen to hold in it.
+    """
     events = [event for one in report.outcomes for event in one.timeline]
     if not events:
         return Text("no replica was part of a transaction")
@@ -91,7 +104,11 @@ def timeline(report: SyncReport, width: int = 60) -> RenderableType:
             for cell in range(min(first, width - 1), min(max(last, first + 1), width)):
                 cells[cell] = mark[event.name]
         lines.append(Text(f"{one.replica:>{name_width}} |{''.join(cells)}|"))
-    legend = "  ".join(f"{mark[name]} {name}" for name in phases)
+    held = report.memory()
+    legend = "  ".join(
+        f"{mark[name]} {name}" + (f" {_mb(held[name][0].total)} MB" if name in held else "")
+        for name in phases
+    )
     lines.append(Text(f"{'':>{name_width}}  {legend}; {whole * 1e3:.1f} ms", "dim"))
     return Group(*lines)
 
@@ -122,6 +139,14 @@ def _events(report: SyncReport) -> Iterator[dict[str, Any]]:
                 "dur": event.seconds * 1e6,
                 "args": {"outcome": one.outcome.value, "error": event.error or one.error},
             }
+            if event.name in one.memory:
+                yield {
+                    "name": f"{one.replica}: most bytes held",
+                    "ph": "C",
+                    "pid": 1,
+                    "ts": (event.start - start) * 1e6,
+                    "args": dict(one.memory[event.name].tags),
+                }
 
 
 def phases_of(report: SyncReport) -> list[str]:
@@ -142,6 +167,10 @@ def _nbytes(one: ReplicaOutcome) -> int:
 def _rate(one: ReplicaOutcome) -> str:
     seconds = sum(update.seconds for update in one.updates if not update.skipped)
     return f"{_nbytes(one) / seconds / 1e9:.2f}" if seconds and _nbytes(one) else "-"
+
+
+def _mb(nbytes: int | None) -> str:
+    return "-" if nbytes is None else f"{nbytes / 1e6:.1f}"
 
 
 def _ms(seconds: float | None) -> str:

@@ -28,11 +28,11 @@ from hotbunk.checkpoint_engine.policy import (
     OnFailure,
     Outcome,
     ReleaseKV,
-    ReplicaOutcome,
     SyncPolicy,
     Verify,
 )
 from hotbunk.checkpoint_engine.ranks import LetGo, trainer_failed
+from hotbunk.checkpoint_engine.run import ASK_WAIT, Run, typed
 from hotbunk.checkpoint_engine.source import WeightSource
 from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout import errors
@@ -47,18 +47,16 @@ from hotbunk.rollout.contract import (
     ScopeKind,
     Tag,
     Ticket,
-    UpdateReport,
     Version,
 )
 from hotbunk.rollout.fingerprint import KIND
 from hotbunk.rollout.gate import SYNC
 from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.lifecycle import KV, Weights
-from hotbunk.rollout.status import Health, ReplicaStatus, TimelineEvent
+from hotbunk.rollout.status import Health, ReplicaStatus
 
 log = logging.getLogger(__name__)
 SENDER_WAIT = 5.0  # seconds
-ASK_WAIT = 10.0  # seconds for a replica to say what is left of it
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -84,69 +82,6 @@ class Part(msgspec.Struct, frozen=True):
             policy.bucket_bytes,
             "none" if policy.verify is Verify.OFF else KIND,
             self.metadata,
-        )
-
-
-class Run:
-    """One replica's way through one sync: what was done, and how to undo it."""
-
-    def __init__(self, handle: ReplicaHandle) -> None:
-        self.handle = handle
-        self.phases: dict[str, float] = {}
-        self.timeline: list[TimelineEvent] = []
-        self.undo: list[Callable[[], Awaitable[object]]] = []  # until the commit
-        self.opens = False  # the sync holds a pause here, and nobody did before it
-        self.fenced = False  # rolled back, and held shut
-        self.before: ReplicaStatus | None = None
-        self.committed = False
-        self.wakes_kv = False  # KV was away before, or is for the time of the sync
-        self.updates: list[UpdateReport] = []
-        self.outcome: Outcome | None = None
-        self.error: errors.HotbunkError | None = None
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - began
-            self.phases[name] = self.phases.get(name, 0.0) + seconds
-            self.timeline.append(TimelineEvent(name, began, seconds, str(self.error or "")))
-
-    def ended(self, outcome: Outcome, error: errors.HotbunkError | None = None) -> None:
-        self.outcome, self.error = outcome, error
-
-    async def open(self) -> None:
-        """End the sync's pause. Where that fails, the replica is in doubt."""
-        try:
-            async with asyncio.timeout(ASK_WAIT):
-                await self.handle.resume_generation(owner=SYNC)
-            self.opens = False
-        # A boundary: handles are anybody's.
-        except Exception as error:
-            log.exception("replica %s is in doubt", self.handle.name)
-            self.ended(Outcome.IN_DOUBT, self.error or _typed("resume_generation", error))
-
-    def result(self, part: Part) -> ReplicaOutcome:
-        """What came of it, ``part`` being the last that was sent."""
-        assert self.outcome is not None
-        version = None
-        if self.outcome in (Outcome.COMMITTED, Outcome.FENCED):
-            version = part.version
-        elif self.outcome is Outcome.ROLLED_BACK and self.before is not None:
-            version = self.before.versions.get(part.group)
-        return ReplicaOutcome(
-            self.handle.name,
-            self.outcome,
-            version,
-            self.updates[-1] if self.updates else None,
-            str(self.error or ""),
-            type(self.error).__name__ if self.error else "",
-            self.phases,
-            tuple(self.timeline),
-            tuple(self.updates),
-            self.fenced,
         )
 
 
@@ -206,7 +141,7 @@ class Transaction:
     async def _one(self, phase: str, run: Run, work: Awaitable[None]) -> None:
         """What a replica raises is its outcome alone. A handle that never answers is cut off."""
         try:
-            with run.phase(phase):
+            async with run.phase(phase):
                 limit = asyncio.timeout(self._policy.longest)
                 try:
                     async with limit:
@@ -246,13 +181,14 @@ class Transaction:
         if before.is_sleeping:
             if self._sleeps and _weights_away(before):
                 run.undo.append(partial(handle.release, [Tag.WEIGHTS], retention=_was(before)))
-                await handle.wake_up([Tag.WEIGHTS])
+                run.saw(await handle.wake_up([Tag.WEIGHTS]))
             return
         wanted = self._frees and self._policy.release_kv == ReleaseKV.ALWAYS
         if wanted and before.kv is KV.RESIDENT:
             run.wakes_kv = True
             run.undo.append(handle.resume_kv_cache)
-            await handle.release_kv_cache()
+            await run.look()
+            run.saw(await handle.release_kv_cache())
 
     async def _send(self, part: Part) -> None:
         """One offer to every replica still under way; sender and receivers go on together."""
@@ -269,7 +205,7 @@ class Transaction:
             )
         # A boundary: transports are anybody's.
         except Exception as error:  # noqa: BLE001
-            failure = _typed("offer", error)
+            failure = typed("offer", error)
             await asyncio.gather(*(self._failed(run, failure) for run in going))
             return
         serving = asyncio.create_task(offer.serve())
@@ -321,9 +257,9 @@ class Transaction:
         """KV comes back and every pause of ours ends. Nothing correctness needs comes later."""
         handle = run.handle
         if self._sleeps and (await handle.status()).is_sleeping:
-            await handle.wake_up([Tag.KV_CACHE])
+            run.saw(await handle.wake_up([Tag.KV_CACHE]))
         elif run.wakes_kv:
-            await handle.resume_kv_cache()
+            run.saw(await handle.resume_kv_cache())
         await handle.resume_generation(owner=SYNC)
         run.ended(Outcome.COMMITTED)
 
@@ -368,10 +304,6 @@ class Transaction:
 def _fenced(status: ReplicaStatus) -> bool:
     """An earlier sync left its pause held."""
     return any(pause.owner == SYNC for pause in status.pauses)
-
-
-def _typed(step: str, error: Exception) -> errors.HotbunkError:
-    return error if isinstance(error, errors.HotbunkError) else engine_failed(step, error)
 
 
 async def _ended(task: asyncio.Task[None], what: str) -> None:

@@ -139,7 +139,12 @@ async def test_peak_is_trainer_weights_and_one_bucket_and_no_kv_m1_m2(
     assert (await target.memory()).resident() == 0
     holding = pool.audit().resident("trainer")
     log.clear()
-    await manager.update_weights(module_source(model), Version(0, 1), let_go=let_go)
+    report = await manager.update_weights(module_source(model), Version(0, 1), let_go=let_go)
+    (one,) = report.outcomes
+    for phase in ("wake_weights", "sync"):
+        assert one.memory[phase].tags == {"weights": weights, "kv_cache": 0}, phase
+    assert one.memory["wake_kv"].total == (await target.memory()).resident()
+    assert one.memory["sync"].measured_by == "process"
     assert log == [
         "wake_up weights",
         "update_weights",
