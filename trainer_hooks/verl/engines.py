@@ -15,15 +15,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import msgspec
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from hotbunk.checkpoint_engine.transports.base import Transport
+from hotbunk.checkpoint_engine.transports.collective.groups import join_store, open_store
 from hotbunk.rollout import registry
 from hotbunk.rollout.binding import dtype_from
 from hotbunk.rollout.contract import Manifest, Ticket, Transfer
@@ -78,10 +77,8 @@ class TransportCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not self.is_master:
             return {}
         host = str(self._options.get("address", HOST))
-        self._store = TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
-        )
-        return {"host": host, "port": int(self._store.port)}
+        self._store, port = open_store(host, self._deadline)
+        return {"host": host, "port": port}
 
     @classmethod
     def build_topology(
@@ -110,12 +107,7 @@ class TransportCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         self._rank, self._world = rank, world_size
         if rank > 0:
-            try:
-                self._store = TCPStore(
-                    store["host"], store["port"], is_master=False, timeout=self._timeout
-                )
-            except RuntimeError as error:
-                raise TransferFailed(f"the sender's store cannot be reached: {error}") from error
+            self._store = join_store(store["host"], store["port"], self._deadline)
 
     async def send_weights(
         self, weights: Any, global_steps: int | None = None
@@ -181,10 +173,6 @@ class TransportCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._store = None
 
     # -- inside -------------------------------------------------------------------------------
-
-    @property
-    def _timeout(self) -> timedelta:
-        return timedelta(seconds=self._deadline)
 
     def _made(self) -> Transport:
         if self._transport is None:

@@ -24,7 +24,7 @@ from hotbunk.rollout.process.wire_errors import WireError, from_wire, to_wire
 class Answer(msgspec.Struct, frozen=True):
     """What comes back of a call: a value, or an error."""
 
-    value: msgspec.Raw = msgspec.Raw()
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
     error: WireError | None = None
 
 

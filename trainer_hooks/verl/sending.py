@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -111,6 +110,7 @@ class Sending:
         self._rank, self._world = rank, world
         self._told: Begin | None = None
         self._store: Any = None
+        self._meet: Meet | None = None
         self._transport: Transport | None = None
         self._offer: Offer | None = None
         self._led: Led | None = None
@@ -153,25 +153,22 @@ class Sending:
             made = registry.load_transport(told.transport)
             self._transport = made(**told.options)
         self._told = told
-        if self._world == 1:
-            return None
-        if self._leads and self._store is None:
-            self._store = self._store_at(told.host, 0, leads=True)
-        return Meet(told.host, int(self._store.port)) if self._leads else None
+        if self._leads and self._world > 1 and self._store is None:
+            from hotbunk.checkpoint_engine.transports.collective.groups import open_store
+
+            self._store, port = open_store(told.host, told.deadline)
+            self._meet = Meet(told.host, port)
+        return self._meet
 
     async def meet(self, where: Meet) -> None:
         """The others reach rank 0's store."""
         if not self._leads and self._store is None:
+            from hotbunk.checkpoint_engine.transports.collective.groups import join_store
+
+            assert self._told is not None
             self._store = await asyncio.to_thread(
-                self._store_at, where.host, where.port, leads=False
+                join_store, where.host, where.port, self._told.deadline
             )
-
-    def _store_at(self, host: str, port: int, *, leads: bool) -> Any:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        assert self._told is not None
-        timeout = timedelta(seconds=self._told.deadline)
-        return TCPStore(host, port, is_master=leads, wait_for_workers=False, timeout=timeout)
 
     # -- a sync -------------------------------------------------------------------------------
 
