@@ -176,6 +176,29 @@ def sync_drill(
 
 
 @app.command()
+def plan(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings, as `hotbunk train` takes them."),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A model directory; its config.json is enough.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="The device's, such as 80GiB; default: what is free here.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="The plan as JSON.")] = False,
+) -> None:
+    """Say what memory a run will need, phase by phase, and what to change where it does not fit.
+
+    0: it fits. 1: it does not.
+    """
+    from hotbunk.cli.plan import run
+
+    sys.exit(run(overrides or [], model=model, memory=memory, json=json))
+
+
+@app.command()
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="A JSON list of findings.")] = False,
 ) -> None:
