@@ -100,14 +100,7 @@ engine-bin:
 
 # What would take CI too long: the storms and state machines, ten times over.
 soak: venv
-	for round in 1 2 3 4 5 6 7 8 9 10; do \
-		$(BIN)/pytest -q tests/integration/test_reference_storm.py tests/integration/test_reference_steps.py \
-			tests/integration/test_state_machine_reference.py tests/integration/test_conformance_reference.py \
-			tests/unit/test_state_machine_oracle.py $(PYTEST_ARGS) || exit 1; \
-		HOTBUNK_FAULTS=60 $(BIN)/pytest -q tests/integration/shm $(PYTEST_ARGS) || exit 1; \
-	done
-	HOTBUNK_KILLS=200 $(BIN)/pytest -q tests/unit/test_process_supervision.py -k random --timeout=900 $(PYTEST_ARGS)
-	HOTBUNK_DRILL_FAULTS=200 $(BIN)/pytest -q tests/integration/test_sync_drill.py $(PYTEST_ARGS)
+	@bash scripts/soak.sh $(BIN)/pytest $(PYTEST_ARGS)
 
 # One OpenMP thread: with two, each waits for the other whenever something else wants a core.
 test-engines: export OMP_NUM_THREADS = 1

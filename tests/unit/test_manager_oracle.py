@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
 pytest.importorskip("torch")
 
-from hotbunk.checkpoint_engine.policy import Outcome, ReleaseKV
+from hotbunk.checkpoint_engine.policy import Outcome, ReleaseKV, SyncPolicy, SyncReport
 from hotbunk.conformance.backends.oracle_kit import ask
 from hotbunk.conformance.backends.oracle_pool import Weights, pool
 from hotbunk.conformance.rig import check_spans
 from hotbunk.rollout.backends.oracle import decode_token
 from hotbunk.rollout.backends.oracle.faults import Action, Fault
+from hotbunk.rollout.capabilities import unsupported
 from hotbunk.rollout.contract import FinishReason, Version
 from hotbunk.rollout.errors import SyncFailed
 
@@ -90,3 +92,23 @@ async def test_a_failed_replica_keeps_no_new_label_and_the_others_have_it_v8() -
             assert versions.get("target") == (None if n == 1 else Version(0, 2))
         report = await manager.update_weights(Weights(3), Version(0, 3))
         assert report.ok, "a full resend did not heal it"
+
+
+async def test_an_engine_without_a_kv_only_release_says_so_and_the_others_sync_k8() -> None:
+    """It is as it was, serves what it did, and is never slept behind the caller's back instead."""
+    async with pool(release_kv=ReleaseKV.ALWAYS) as (manager, handles):
+        lacks = unsupported("it can only sleep as a whole")
+        engine = handles[1].replica.backend
+        engine.capabilities = dataclasses.replace(engine.capabilities, release_kv_cache=lacks)
+        with pytest.raises(SyncFailed, match="only sleep as a whole") as caught:
+            await manager.update_weights(Weights(2), Version(0, 2))
+        report = caught.value.report
+        assert isinstance(report, SyncReport)
+        ends = [(one.outcome, one.version) for one in report.outcomes]
+        assert ends[1] == (Outcome.ROLLED_BACK, Version(0, 1))
+        assert ends[0] == ends[2] == (Outcome.COMMITTED, Version(0, 2))
+        assert report.outcomes[1].error_type == "Unsupported"
+        done = await ask(handles[1].replica, "still", 3).result()
+        assert {decode_token(t).version for t in done.token_ids} == {Version(0, 1)}
+        keeps = SyncPolicy(release_kv=ReleaseKV.NEVER)
+        assert (await manager.update_weights(Weights(2), Version(0, 2), policy=keeps)).ok
