@@ -77,7 +77,7 @@ class Pausing:
         caps = self._backend.capabilities
         ability = caps.pause.get(mode)
         if ability is None or not ability:
-            hint = ability.how if ability else ""
+            hint = "" if ability is None else ability.how
             raise errors.Unsupported(f"pause mode {mode.value!r}", caps.backend, hint)
         if min_start_version is not None:
             if mode is PauseMode.ABORT:

@@ -44,6 +44,6 @@ rm -rf "$venv"
 "$python" -m venv "$venv"
 # What hotbunk needs comes in the versions of the list. The native library is the one that .venv
 # built into the checkout.
-HOTBUNK_PURE=1 "$venv/bin/python" -m pip install -qq -c "$list" -e '.[test]' >&2
+HOTBUNK_PURE=1 "$venv/bin/python" -m pip install -qq -c "$list" -e '.[http,test]' >&2
 echo "$site" >"$venv/lib/python$version/site-packages/engine.pth"
 touch "$stamp"

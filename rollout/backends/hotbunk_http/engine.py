@@ -9,7 +9,6 @@ import msgspec
 
 from hotbunk.rollout.backends.hotbunk_http.handle import HttpHandle
 from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
-from hotbunk.rollout.backends.hotbunk_http.relay import relay
 from hotbunk.rollout.contract import (
     FULL,
     AbortReport,
@@ -31,6 +30,7 @@ from hotbunk.rollout.contract import (
     Version,
 )
 from hotbunk.rollout.errors import ReplicaLost, SessionError
+from hotbunk.rollout.http.relay import relay
 from hotbunk.rollout.status import Health
 
 OWNER = "hotbunk_http"  # of the pauses that the driver here asks for

@@ -87,7 +87,7 @@ class VllmEngine(Engine):
         )
         self._llm: Any = None
         self._stats = _Stats()
-        self._flight = Flight(lambda: self.llm)
+        self._flight: Flight[Stream] = Flight(lambda: self.llm)
         self._version: Version | None = None
         self._labels: dict[str, Version] = {}
         self._tokens = 0  # of requests that were read to their end; the rest count themselves

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import AbortReport, PauseMode, PauseReport
 
-if TYPE_CHECKING:
-    from hotbunk.rollout.backends.vllm.streams import Stream
-
 _SECONDS = 10.0  # for outputs that are on their way already
 
 
-class Flight:
+class InFlight(Protocol):
+    """One request, as far as it matters here. ``ended``: vLLM is done with it."""
+
+    internal_id: str
+    ended: asyncio.Event
+
+    @property
+    def aborted(self) -> bool:
+        """Whether some response was cut short."""
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV it holds."""
+
+
+S = TypeVar("S", bound=InFlight)
+
+
+class Flight(Generic[S]):
     """The streams of one engine, and the pause it is in (``mode``; None: open).
 
     :param llm: gives vLLM's engine, or says that it is dead.
     """
 
     def __init__(self, llm: Callable[[], Any]) -> None:
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, S] = {}
         self.mode: PauseMode | None = None
         self._llm = llm
         self._changed = asyncio.Event()
@@ -31,7 +46,7 @@ class Flight:
         """A stream came to its end, or the pause is another."""
         self._changed.set()
 
-    def alive(self) -> dict[str, Stream]:
+    def alive(self) -> dict[str, S]:
         """Streams that vLLM is not done with."""
         return {key: stream for key, stream in self.streams.items() if not stream.ended.is_set()}
 
@@ -100,7 +115,7 @@ class Flight:
         if self.mode is PauseMode.WAIT:
             await self._llm().pause_generation(mode="keep", clear_cache=clear_cache)
 
-    async def _until_ended(self, streams: Mapping[str, Stream], verb: str) -> None:
+    async def _until_ended(self, streams: Mapping[str, S], verb: str) -> None:
         """Their last outputs were sent before vLLM answered: they come in a moment, or never.
 
         :raises EngineFailed: some did not end.

@@ -18,7 +18,6 @@ import msgspec
 
 from hotbunk.conformance.backends import peek
 from hotbunk.conformance.backends.reference import ReferenceUnderTest
-from hotbunk.rollout.backends.hotbunk_http.relay import relay
 from hotbunk.rollout.contract import (
     FULL,
     AbortReport,
@@ -40,6 +39,7 @@ from hotbunk.rollout.contract import (
     Version,
 )
 from hotbunk.rollout.errors import ReplicaLost
+from hotbunk.rollout.http.relay import relay
 from hotbunk.rollout.process import ProcessHandle, ReplicaSpec, start
 from hotbunk.rollout.registry import create_backend
 from hotbunk.rollout.status import Health

@@ -19,7 +19,6 @@ from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.rollout.backends.hotbunk_http.engine import HttpEngine
 from hotbunk.rollout.backends.hotbunk_http.handle import HttpHandle
 from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
-from hotbunk.rollout.backends.hotbunk_http.relay import relay
 from hotbunk.rollout.contract import (
     FULL,
     ArenaHandle,
@@ -37,6 +36,7 @@ from hotbunk.rollout.contract import (
     Version,
 )
 from hotbunk.rollout.errors import ConfigError, ReplicaLost
+from hotbunk.rollout.http.relay import relay
 from hotbunk.rollout.options import convert
 from hotbunk.rollout.status import Health
 

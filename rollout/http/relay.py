@@ -11,15 +11,22 @@ import asyncio
 import concurrent.futures
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
 from hotbunk.rollout.calls import abandoned
-from hotbunk.rollout.contract import Bucket, Transfer, UpdateReport
+from hotbunk.rollout.contract import (
+    Bucket,
+    Capabilities,
+    Scope,
+    Ticket,
+    Transfer,
+    UpdateReport,
+    Version,
+)
 from hotbunk.rollout.errors import HotbunkError, TransferFailed, VerifyFailed
 from hotbunk.rollout.fingerprint import KIND
-from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.intake import Intake
 from hotbunk.rollout.registry import load_transport
 
@@ -30,9 +37,20 @@ T = TypeVar("T")
 BUCKET_BYTES = 8 << 20
 
 
-async def relay(
-    handle: ReplicaHandle, transfer: Transfer, transport: str, deadline: float
-) -> UpdateReport:
+class Taker(Protocol):
+    """Who takes the offer there, by its ticket."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Say how many ranks open the ticket."""
+
+    async def update_weights(
+        self, source: Ticket, *, version: Version, scope: Scope
+    ) -> UpdateReport:
+        """Return when all of them have committed."""
+
+
+async def relay(handle: Taker, transfer: Transfer, transport: str, deadline: float) -> UpdateReport:
     """Take ``transfer`` for the replica behind ``handle``, within ``deadline`` seconds.
 
     :raises UpdateRefused: the server's word; no bucket was taken.

@@ -1,0 +1,1 @@
+"""Speaking to a server over HTTP: what its backends have in common. Needs the extra ``http``."""
