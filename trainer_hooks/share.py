@@ -34,20 +34,27 @@ class PooledTrainer:
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.AdamW, pool: MemoryPool, *, offload: bool
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.AdamW,
+        pool: MemoryPool,
+        *,
+        offload: bool,
+        tag: str = TAG,
     ) -> None:
         self._pool = pool
+        self._tag = tag
         self._offload = offload
         self._away = False
         # One at a time, also when an earlier one was cancelled and its thread goes on.
         self._lock = threading.Lock()
         if any(group["amsgrad"] for group in optimizer.param_groups):
             raise Unsupported("AdamW with amsgrad", "pooled trainer")
-        ModuleBinding(module, pool, TAG, "params")
+        ModuleBinding(module, pool, tag, "params")
         parameters = [p for p in module.parameters() if p.requires_grad]
         whole = sum(_padded(p) for p in parameters)
-        grads = pool.arena(TAG, whole, "grads")
-        moments = pool.arena(TAG, 2 * whole, "optimizer")
+        grads = pool.arena(tag, whole, "grads")
+        moments = pool.arena(tag, 2 * whole, "optimizer")
 
         def zeros(arena_name: str, like: torch.Tensor, name: str) -> torch.Tensor:
             if not like.numel():
@@ -76,13 +83,13 @@ class PooledTrainer:
     def _give_away(self) -> None:
         with self._lock:
             if self._offload and not self._away:
-                self._pool.release([TAG], _KEPT)
+                self._pool.release([self._tag], _KEPT)
                 self._away = True
 
     def _take_back(self) -> None:
         with self._lock:
             if self._away:
-                self._pool.resume([TAG])
+                self._pool.resume([self._tag])
                 self._away = False
 
     def memory(self) -> MemoryReport:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -89,6 +90,16 @@ def test_a_colocated_engine_keeps_its_weights_on_the_host() -> None:
     config = settings("rollout.deployment=colocated")
     assert takes_turns(config)
     assert [p.host for p in phases_of(config, PARTS)] == [26, 10, 0, 26]
+
+
+def test_a_critic_takes_a_turn_of_its_own() -> None:
+    parts = msgspec.structs.replace(PARTS, critic=30, critic_backup=22)
+    phases = phases_of(settings("trainer=ppo"), parts)
+    assert [p.name for p in phases] == ["generate", "critic", "train", "update", "trainer lets go"]
+    assert [p.total for p in phases] == [50, 30, 35, 50, 10]
+    assert [p.host for p in phases] == [48, 26, 22, 22, 48]
+    kept = phases_of(settings("trainer=ppo", "trainer.offload=false"), parts)
+    assert [p.total for p in kept] == [115, 65, 65, 80]
 
 
 def test_a_copy_for_the_kl_penalty_stays_all_the_time(shapes: ModelShapes) -> None:

@@ -17,6 +17,8 @@ import torch
 from hotbunk.rollout.errors import ConfigError
 
 KEPT = 2
+OTHERS = "beside"  # a folder of its own: engines read every safetensors file beside config.json
+Trained = tuple[torch.nn.Module, torch.optim.Optimizer]
 _PREFIX = "step-"
 
 
@@ -47,8 +49,12 @@ def save_checkpoint(
     model: Any,
     optimizer: torch.optim.Optimizer,
     state: TrainerState,
+    others: Mapping[str, Trained] | None = None,
 ) -> Path:
-    """Write ``checkpoints/step-N`` and drop all but the newest few."""
+    """Write ``checkpoints/step-N`` and drop all but the newest few.
+
+    ``others`` are trained beside the policy (a critic): ``NAME.safetensors`` and its optimizer's.
+    """
     from safetensors.torch import save_file
 
     folder = run_dir / "checkpoints"
@@ -59,12 +65,11 @@ def save_checkpoint(
     for name, content in files.items():
         (partial / name).write_bytes(content)
     save_file(_untied(model.state_dict()), partial / "model.safetensors", {"format": "pt"})
-    moments = {
-        f"{index}.{key}": value.detach().clone()
-        for index, entry in enumerate(_states(optimizer))
-        for key, value in entry.items()
-    }
-    save_file(moments, partial / "optimizer.safetensors")
+    save_file(_moments(optimizer), partial / "optimizer.safetensors")
+    (partial / OTHERS).mkdir()
+    for name, (module, its_optimizer) in (others or {}).items():
+        save_file(_untied(module.state_dict()), partial / OTHERS / f"{name}.safetensors")
+        save_file(_moments(its_optimizer), partial / OTHERS / f"{name}.optimizer.safetensors")
     (partial / "state.json").write_bytes(msgspec.json.encode(state))
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
@@ -89,15 +94,39 @@ def read_state(checkpoint: Path) -> TrainerState:
         raise ConfigError(f"checkpoint {str(checkpoint)!r} cannot be read: {error}") from error
 
 
-def load_optimizer(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
+def load_other(checkpoint: Path, name: str, module: torch.nn.Module, optimizer: Any) -> None:
+    """Fill what was trained beside the policy in place.
+
+    :raises ConfigError: the checkpoint is of a run that had none.
+    """
+    from safetensors.torch import load_file
+
+    path = checkpoint / OTHERS / f"{name}.safetensors"
+    if not path.is_file():
+        raise ConfigError(f"checkpoint {str(checkpoint)!r} has no {name}")
+    module.load_state_dict(load_file(path), strict=False)  # tied names are there once
+    load_optimizer(checkpoint, optimizer, f"{OTHERS}/{name}.optimizer.safetensors")
+
+
+def load_optimizer(
+    checkpoint: Path, optimizer: torch.optim.Optimizer, name: str = "optimizer.safetensors"
+) -> None:
     """Fill the optimizer's state in place: its tensors stay where they lie."""
     from safetensors.torch import load_file
 
-    stored = load_file(checkpoint / "optimizer.safetensors")
+    stored = load_file(checkpoint / name)
     with torch.no_grad():
         for index, entry in enumerate(_states(optimizer)):
             for key, value in entry.items():
                 value.copy_(stored[f"{index}.{key}"])
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return {
+        f"{index}.{key}": value.detach().clone()
+        for index, entry in enumerate(_states(optimizer))
+        for key, value in entry.items()
+    }
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[Mapping[str, torch.Tensor]]:

@@ -58,7 +58,7 @@ class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-SYNC, ASYNC = "grpo", "grpo_async"
+SYNC, ASYNC, PPO = "grpo", "grpo_async", "ppo"
 
 
 class Overdue(StrEnum):
@@ -69,10 +69,12 @@ class Overdue(StrEnum):
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """GRPO. ``prompts`` and ``group_size`` are per step; ``max_response_tokens`` None asks the
+    """GRPO and PPO. ``prompts`` and ``group_size`` are per step; ``max_response_tokens`` None asks the
     task. ``mini_batches`` optimizer steps an epoch; ``micro_batch`` responses a forward pass.
 
     ``restarts``: how often each replica is replaced when it is lost; the run ends when none is left.
+
+    ``gamma``, ``lam``, ``critic_lr`` and ``value_clip`` are ``ppo``'s own, see ``recipes/ppo.py``.
 
     The last fields are ``grpo_async``'s own. ``max_staleness``: how many steps older than the
     trainer's a token's version may be; generation runs so far ahead. ``partial_rollout``: responses
@@ -100,6 +102,10 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     save_every: int = 0
     threads: int = 0
     restarts: int = 3
+    gamma: float = 1.0
+    lam: float = 0.95
+    critic_lr: float = 1e-3
+    value_clip: float = 0.2
     max_staleness: int = 0
     overdue: Overdue = Overdue.DROP
     partial_rollout: bool = True
@@ -107,13 +113,18 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     patience: float = 600.0
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a critic's values say what a token was worth."""
+        return self.name == PPO
+
+    @property
     def decoupled(self) -> bool:
         """Whether responses may be of older versions, so that the loss must tell them apart."""
         return self.name == ASYNC
 
     def __post_init__(self) -> None:
-        if self.name not in (SYNC, ASYNC):
-            raise ConfigError(f"trainer.name={self.name!r} is neither {SYNC} nor {ASYNC}")
+        if self.name not in (SYNC, ASYNC, PPO):
+            raise ConfigError(f"trainer.name={self.name!r} is none of {SYNC}, {ASYNC}, {PPO}")
         if self.max_staleness and not self.decoupled:
             raise ConfigError(
                 "trainer.max_staleness needs a trainer that runs beside generation",
@@ -128,7 +139,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("prompts", "epochs", "mini_batches", "micro_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)} must be 1 or more")
-        if self.group_size < 2:
+        if self.group_size < (1 if self.has_critic else 2):
             raise ConfigError(
                 f"trainer.group_size={self.group_size} must be 2 or more: an advantage is relative"
             )
@@ -136,6 +147,10 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"trainer.temperature={self.temperature} must be above 0")
         if self.lr < 0 or self.clip <= 0 or self.kl_coef < 0:
             raise ConfigError("trainer.lr, trainer.clip and trainer.kl_coef must not be negative")
+        if not (0 < self.gamma <= 1 and 0 <= self.lam <= 1):
+            raise ConfigError(f"trainer.gamma={self.gamma} and trainer.lam={self.lam} are shares")
+        if self.critic_lr < 0 or self.value_clip <= 0:
+            raise ConfigError("trainer.critic_lr must not be negative, and value_clip be above 0")
         if self.max_response_tokens is not None and self.max_response_tokens < 1:
             raise ConfigError("trainer.max_response_tokens must be 1 or more")
         if self.prompts * self.group_size < self.mini_batches:

@@ -21,6 +21,7 @@ from hotbunk.trainer_hooks.recipes.config import RunConfig
 from hotbunk.trainer_hooks.recipes.sizes import ModelShapes, Parts, parts_of
 
 GIB = 1 << 30
+CRITIC = "critic"
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -99,19 +100,25 @@ def phases_of(config: RunConfig, parts: Parts) -> tuple[Phase, ...]:
         name: str, engines: dict[str, int], own: int, moving: int = 0, host: int = 0
     ) -> Phase:
         levels = {**engines, "trainer": own, "bucket": moving, "reference_policy": kept}
-        return Phase(name, levels, host)
+        if not parts.critic:
+            return Phase(name, levels, host)
+        there = name == CRITIC or not offload  # it lets go in every other phase
+        levels["critic"] = parts.critic if there else 0
+        return Phase(name, levels, host + (0 if there else parts.critic_backup))
 
     update = phase("update", loaded, trainer, bucket)
     if beside:
         return (phase("generate and train", engine, trainer), update)
     gone = parts.trainer_backup if offload else 0
-    generate = phase("generate", engine, 0 if offload else trainer, host=gone)
-    train = phase(
-        "train", away if turns else engine, trainer, host=parts.weights if backs_up else 0
-    )
-    if not offload:
-        return (generate, train, update)
-    return (generate, train, update, phase("trainer lets go", loaded, 0, host=gone))
+    own = 0 if offload else trainer
+    asleep, saved = away if turns else engine, parts.weights if backs_up else 0
+    phases = [phase("generate", engine, own, host=gone)]
+    if parts.critic:
+        phases.append(phase(CRITIC, asleep, own, host=gone + saved))
+    phases += [phase("train", asleep, trainer, host=saved), update]
+    if offload:
+        phases.append(phase("trainer lets go", loaded, 0, host=gone))
+    return tuple(phases)
 
 
 def forecast(
@@ -137,7 +144,8 @@ def forecast(
 
 
 def _cost(config: RunConfig, parts: Parts, peak: int, rates: Rates) -> SwitchCost:
-    kept = parts.weights + parts.kv_cache + parts.trainer + parts.reference_policy + parts.bucket
+    ours = parts.trainer + parts.reference_policy + parts.critic
+    kept = parts.weights + parts.kv_cache + parts.bucket + ours
     seconds = 0.0
     if takes_turns(config):
         engine = (parts.weights + parts.kv_cache) / GIB
@@ -145,8 +153,8 @@ def _cost(config: RunConfig, parts: Parts, peak: int, rates: Rates) -> SwitchCos
         if config.rollout.deployment is Deployment.COLOCATED:
             seconds += parts.weights / GIB * (rates.backup + rates.restore)
     if config.trainer.offload and not config.trainer.decoupled:
-        held = parts.trainer_backup / GIB
-        zeroed = (parts.trainer - parts.trainer_backup) / GIB
+        held = (parts.trainer_backup + parts.critic_backup) / GIB
+        zeroed = (parts.trainer + parts.critic) / GIB - held
         seconds += held * (rates.backup + rates.restore) + zeroed * (rates.release + rates.resume)
     return SwitchCost(seconds, peak, kept)
 

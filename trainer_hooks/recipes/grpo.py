@@ -33,7 +33,8 @@ class Batch:
 
     ``ids`` [responses, tokens] are prompt and response, padded right. ``mask`` and ``behaviour``
     [responses, tokens - 1] speak of the prediction of token t + 1: whether it is a response token,
-    and the log-prob the engine gave it. ``advantages`` [responses]. ``staleness``, like ``mask``:
+    and the log-prob the engine gave it. ``advantages`` [responses], or like ``mask`` where each token
+    has its own. ``staleness``, like ``mask``:
     how many steps older than the trainer's the version is that made the token. ``fresh``, like
     ``mask``: the trainer's own version made the token, and all KV it stood on.
     """
@@ -149,7 +150,7 @@ def grpo_loss(
     ``weights`` multiply the clipped term, not the penalty.
     """
     ratio = (logprobs - old).exp()
-    advantage = batch.advantages[:, None]
+    advantage = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
     plain, bounded = ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage
     per_token = -torch.minimum(plain, bounded)
     if weights is not None:

@@ -9,6 +9,7 @@ once its successor has the same version. Successors are started when the trainer
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from hotbunk.checkpoint_engine.policy import SyncReport
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import Completion, GenerateRequest, collect
 from hotbunk.rollout.handle import LocalHandle, ReplicaHandle
-from hotbunk.trainer_hooks.recipes.grpo import group_advantages, make_batch
+from hotbunk.trainer_hooks.recipes.grpo import Batch, group_advantages, make_batch
 from hotbunk.trainer_hooks.recipes.job import (
     Job,
     Parts,
@@ -33,6 +34,9 @@ from hotbunk.trainer_hooks.recipes.threads import in_thread
 
 class TurnsJob(Job):
     """Generate, sleep, train, wake: ``trainer=grpo``."""
+
+    tenants: tuple[str, ...] = ("trainer",)  # tags of memory on the trainer's side
+    compute: tuple[str, ...] = ("train",)  # phases in which it computes
 
     def __init__(self, parts: Parts) -> None:
         share = metered(parts)
@@ -76,15 +80,18 @@ class TurnsJob(Job):
         await self._despite_deaths(self.hooks.on_rollout_end)
         asleep = await meter.sample()
 
-        await self._despite_deaths(self.hooks.on_train_begin)
         texts = [self.text(c) for c in completions]
         samples = [s for s in drawn for _ in range(config.group_size)]
         rewards = torch.tensor(
             [self.plan.task.reward(s, t) for s, t in zip(samples, texts, strict=True)]
         )
-        advantages = group_advantages(rewards, config.group_size)
         prompts = [request.prompt for request in requests]
-        batch = make_batch(prompts, completions, advantages, self.bundle.tokenizer.pad_id)
+        batch = make_batch(
+            prompts, completions, torch.zeros(len(rewards)), self.bundle.tokenizer.pad_id
+        )
+        advantages, appraisal = await self.appraise(number, batch, rewards)
+        batch = dataclasses.replace(batch, advantages=advantages)
+        await self._despite_deaths(self.hooks.on_train_begin)
         async with meter.sampling():
             with recorder.phase("train"):
                 stats = await in_thread(self.learner.step, batch, number)
@@ -101,6 +108,7 @@ class TurnsJob(Job):
         served = {span.version for c in completions for span in c.spans}
         metrics: dict[str, object] = {
             **self.learned(rewards, stats),
+            **appraisal,
             "rollout/version": max(served).step,
             "rollout/incarnation": max(served).incarnation,
             "rollout/versions": len(served),
@@ -113,7 +121,7 @@ class TurnsJob(Job):
             "sync/buckets": sum(o.update.buckets for o in report.outcomes if o.update),
             "memory/weights_bytes": peaks["weights"],
             "memory/kv_cache_bytes": peaks["kv_cache"],
-            "memory/trainer_bytes": peaks["trainer"],
+            **{f"memory/{tag}_bytes": peaks[tag] for tag in self.tenants},
             "memory/bucket_bytes": peaks["bucket"],
             "memory/weights_bytes_asleep": asleep["weights"],
             "memory/kv_cache_bytes_asleep": asleep["kv_cache"],
@@ -121,7 +129,7 @@ class TurnsJob(Job):
             "memory/update_peak_bytes": update_peaks[TOTAL],
             **{
                 f"timing_s/{name}": timings.get(name, 0.0)
-                for name in ("generate", "sleep", "train")
+                for name in ("generate", "sleep", *self.compute)
             },
             "timing_s/update_weights": report.seconds,
             **seconds_of(report.phases, "phase_s"),
@@ -129,6 +137,15 @@ class TurnsJob(Job):
         }
         recorder.record(number, metrics)
         return metrics
+
+    async def appraise(
+        self, number: int, batch: Batch, rewards: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, object]]:
+        """What responses were worth, [responses] or [responses, tokens - 1]; and metrics of it.
+
+        Engines and the policy's trainer have let go of their memory.
+        """
+        return group_advantages(rewards, self.config.group_size), {}
 
     # -- generation ---------------------------------------------------------------------------
 

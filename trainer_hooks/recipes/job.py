@@ -55,6 +55,7 @@ class Parts:
     gauges: GenerationGauges
     frees: bool
     transport: Transport
+    pool: MemoryPool
 
     def hooks(self, observer: Observer, share: TrainerShare | None) -> TrainerHooks:
         """A manager over these, and its hooks."""
@@ -100,7 +101,9 @@ async def make_parts(plan: Plan, stack: AsyncExitStack) -> Parts:
     transport = _transport(config.transport, pool, meter)
     stack.push_async_callback(transport.close)
     gauges = GenerationGauges(handles, recorder)
-    return Parts(plan, stack, bundle, recorder, learner, handles, meter, gauges, frees, transport)
+    return Parts(
+        plan, stack, bundle, recorder, learner, handles, meter, gauges, frees, transport, pool
+    )
 
 
 async def _above(plan: Plan, handles: Sequence[ReplicaHandle]) -> Plan:
@@ -163,9 +166,14 @@ class Job(ABC):
             self.learner.model,
             self.learner.optimizer,
             checkpoint.TrainerState(done, self.plan.incarnation),
+            self.beside(),
         )
         await self.learner.share.offload()
         return done
+
+    def beside(self) -> dict[str, checkpoint.Trained]:
+        """What else is trained and belongs into a checkpoint, by name."""
+        return {}
 
     # -- what a step is made of ---------------------------------------------------------------
 

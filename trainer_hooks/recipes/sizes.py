@@ -53,6 +53,7 @@ class ModelShapes(msgspec.Struct, frozen=True):
     vocabulary: frozenset[str]  # tensors with a row a token
     kv_elements: int  # of one token, over all layers, keys and values
     dtype: str  # the checkpoint's own
+    hidden: int  # width of what a head sees
 
     @property
     def parameters(self) -> int:
@@ -76,7 +77,7 @@ class Parts(msgspec.Struct, frozen=True):
 
     ``reference_policy``: the copy that ``trainer.kl_coef`` asks for. ``bucket``: on the way between
     trainer and engines. ``trainer_backup``: what stays on the host of a trainer whose memory is
-    given back; its gradients do not.
+    given back; its gradients do not. ``critic``: PPO's, with gradients and moments like the trainer's.
     """
 
     weights: int
@@ -85,6 +86,8 @@ class Parts(msgspec.Struct, frozen=True):
     reference_policy: int
     bucket: int
     trainer_backup: int
+    critic: int = 0
+    critic_backup: int = 0
 
 
 def in_arena(sizes: Iterator[int]) -> int:
@@ -153,6 +156,7 @@ def shapes_of(directory: Path) -> ModelShapes:
         frozenset(rows),
         2 * text.num_hidden_layers * heads * dim,
         dtype_name(config.dtype or _TRAINED_AS),
+        text.hidden_size,
     )
 
 
@@ -164,8 +168,9 @@ def parts_of(config: RunConfig, model: ModelShapes, memory: int) -> Parts:
     rollout = config.rollout
     engine = engine_sizes(rollout, model, memory)
     ranks = rollout.replicas * rollout.data_parallel
-    parameters = in_arena(o.nbytes(_TRAINED_AS) for o in model.tensors if o.parameter)
+    parameters = _parameters(model)
     trained = model.arena(_TRAINED_AS)
+    values = values_of(model) if config.trainer.has_critic else None
     return Parts(
         weights=engine.weights * ranks,
         kv_cache=engine.kv_cache * ranks,
@@ -173,7 +178,24 @@ def parts_of(config: RunConfig, model: ModelShapes, memory: int) -> Parts:
         reference_policy=trained if config.trainer.kl_coef > 0 else 0,
         bucket=_buckets(config, model),
         trainer_backup=trained + 2 * parameters if config.trainer.offload else 0,
+        critic=values.arena(_TRAINED_AS) + 3 * _parameters(values) if values else 0,
+        critic_backup=(
+            values.arena(_TRAINED_AS) + 2 * _parameters(values)
+            if values and config.trainer.offload
+            else 0
+        ),
     )
+
+
+def _parameters(model: ModelShapes) -> int:
+    return in_arena(one.nbytes(_TRAINED_AS) for one in model.tensors if one.parameter)
+
+
+def values_of(model: ModelShapes) -> ModelShapes:
+    """The critic beside such a policy: its decoder, and a head of one output."""
+    body = tuple(one for one in model.tensors if not one.name.startswith("lm_head."))
+    head = (Shape("head.weight", (1, model.hidden), True), Shape("head.bias", (1,), True))
+    return msgspec.structs.replace(model, tensors=body + head)
 
 
 def _buckets(config: RunConfig, model: ModelShapes) -> int:

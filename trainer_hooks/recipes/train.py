@@ -7,13 +7,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from hotbunk.trainer_hooks.recipes.beside import BesideJob
-from hotbunk.trainer_hooks.recipes.config import ASYNC, SYNC
+from hotbunk.trainer_hooks.recipes.config import ASYNC, PPO, SYNC
 from hotbunk.trainer_hooks.recipes.in_turns import TurnsJob
 from hotbunk.trainer_hooks.recipes.job import Job, Parts, make_parts
 from hotbunk.trainer_hooks.recipes.preflight import Plan
 from hotbunk.trainer_hooks.recipes.report import write_report
+from hotbunk.trainer_hooks.recipes.with_critic import CriticJob
 
-JOBS: Mapping[str, Callable[[Parts], Job]] = {SYNC: TurnsJob, ASYNC: BesideJob}
+JOBS: Mapping[str, Callable[[Parts], Job]] = {SYNC: TurnsJob, ASYNC: BesideJob, PPO: CriticJob}
 
 
 async def train(

@@ -41,8 +41,8 @@ def train(
         bool, typer.Option("--show", help="Print the configuration and do nothing.")
     ] = False,
 ) -> None:
-    """Train a policy with GRPO while the engine sleeps and wakes around every step, or
-    (trainer=grpo_async) generates beside it.
+    """Train a policy while the engine sleeps and wakes around every step (trainer=grpo, or ppo with
+    a critic), or generates beside it (trainer=grpo_async).
 
     Without arguments: a tiny model learns to copy digits in about a minute. Groups to choose
     from: preset (tiny, smollm2), rollout, transport, trainer, task.

@@ -26,6 +26,7 @@ _COLOURS = {
     "trainer": "yellow",
     "bucket": "magenta",
     "reference_policy": "green",
+    "critic": "red",
 }
 _WIDE = 32  # characters of a bar
 
