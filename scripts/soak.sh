@@ -7,7 +7,7 @@
 # status is 1, and its output is in the folder that is named at the end.
 # ROUNDS (10): of storms and faults. HOTBUNK_FAULTS (60, all there are), HOTBUNK_KILLS (200) and
 # HOTBUNK_DRILL_FAULTS (200): how much of the rest.
-set -u
+set -um # -m: each part is a job of its own, which a signal to us does not reach
 pytest=$1
 shift
 rounds=${ROUNDS:-10}
@@ -34,7 +34,7 @@ part() { # part NAME ARGS...
 stop() {
     trap - INT TERM
     if [ -n "$running" ]; then
-        kill -INT "$running"
+        kill -INT -- "-$running"
         wait "$running"
     fi
     echo "stopped; the logs are in $logs"
