@@ -1,7 +1,7 @@
 """Weight sync from a trainer's process to an engine's, against the other ways on one host.
 
 Whole syncs are timed: from the offer to the commit. The peers verify nothing, so ours does not
-either, except in the rows that say so. Peers that are not installed (verl, Ray) are left out.
+either, except in the rows that say so. Peers that are not installed (verl, Ray, vLLM) are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from hotbunk.benchmarks import sync_engine, verl_transfer
+from hotbunk.benchmarks import sync_engine, verl_transfer, vllm_reload
 from hotbunk.benchmarks.kernels import SHAPES_135M
 from hotbunk.benchmarks.rows import Row, in_turns
 from hotbunk.checkpoint_engine.source import state_dict_source
@@ -149,6 +149,8 @@ class _Pair:
             peers["Ray's object store"] = self._ray
         for name, way in (ways | peers).items():
             self._check(name, way)
+        if vllm_reload.installed():
+            peers["vLLM's reload_weights"] = self._vllm()
         calls = [*ways.values(), *peers.values(), limit.run]
         seconds = in_turns(calls, REPEATS)
         rates = [[self.nbytes / s / 1e9 for s in each] for each in seconds]
@@ -252,6 +254,16 @@ class _Pair:
         self._ask("verl", address=address)
         self._runner.run(verl_transfer.sender(address).async_send_weights(iter(self.named.items())))
         _answer(self._pipe)
+
+    def _vllm(self) -> Callable[[], None]:
+        """An engine of its own: it takes weights in its own way only, and is checked here."""
+        reload = vllm_reload.Reload(self.named, self._path.parent / "vllm", self._threads)
+        self._stack.callback(reload.close)
+        next(iter(self.named.values())).view(torch.int16).add_(1)
+        reload.sync()
+        if not reload.check():
+            raise RuntimeError("vLLM does not hold what was sent")
+        return reload.sync
 
     def _ray(self) -> None:
         """One object a tensor, as trainers do; the engine maps them and copies."""

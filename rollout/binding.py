@@ -15,6 +15,8 @@ import threading
 import weakref
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -66,9 +68,42 @@ def tensor_over(
         if not region.nbytes:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(arena.view(region), dtype=dtype)
+    if pool.device.startswith("npu"):
+        return _npu_bytes(pool, arena, region).view(dtype)
     if not pool.device.startswith("cuda"):
         raise Unsupported(f"tensors over memory of {pool.device}", "torch")
     return torch.as_tensor(_DeviceBytes(arena, region), device=pool.device).view(dtype)
+
+
+def _npu_bytes(pool: MemoryPool, arena: Arena, region: Region) -> torch.Tensor:
+    """Bytes on an NPU. Its tensors are of torch_npu's own kind, which only torch_npu can make.
+
+    :raises Unsupported: there is no torch_npu, or one that cannot.
+    """
+    what = f"tensors over memory of {pool.device}"
+    if find_spec("torch_npu") is None:
+        raise Unsupported(what, "torch", "install torch_npu")
+    if not region.nbytes:
+        return torch.empty(0, dtype=torch.uint8, device=pool.device)
+    own = import_module("torch_npu")._C
+    make_storage = getattr(own, "_construct_storage_from_data_pointer", None)
+    make_tensor = getattr(own, "_construct_NPU_Tensor_From_Storage_And_Metadata", None)
+    if make_storage is None or make_tensor is None:
+        raise Unsupported(what, "this torch_npu", "it makes no tensors over memory of others")
+    lie: dict[str, object] = {
+        "data_ptr": arena.address + region.offset,
+        "nbytes": region.nbytes,
+        "device": torch.device(pool.device),
+        "size": (region.nbytes,),
+        "stride": (1,),
+        "dtype": torch.uint8,
+        "storage_offset": 0,
+    }
+    storage = make_storage(lie["data_ptr"], lie["device"], lie["nbytes"])
+    # It frees nothing when it goes, and keeps nothing either: the addresses are held by what it holds.
+    storage.hotbunk_lease = arena.lease()
+    made: torch.Tensor = make_tensor(lie, storage)
+    return made
 
 
 _building = threading.Lock()  # of nn.Module's method that is replaced meanwhile

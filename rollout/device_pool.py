@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 
@@ -11,9 +12,13 @@ from hotbunk.rollout.errors import Unsupported
 from hotbunk.rollout.memory import NativePool, host_pool
 from hotbunk.rollout.native import NativeUnavailable
 
+log = logging.getLogger(__name__)
+
 
 def device_pool(device: str, backup_dir: str | None = None, *, share: bool = False) -> MemoryPool:
     """A pool on ``cpu``, ``cuda`` or ``cuda:N``; with ``share`` in files that peers may map.
+
+    ``fake`` is a simulated device: memory of the host behind the fake driver.
 
     Backups of a GPU lie in memory of the host, those of the host in files; ``backup_dir`` says
     where files go, for either.
@@ -30,6 +35,9 @@ def device_pool(device: str, backup_dir: str | None = None, *, share: bool = Fal
             raise Unsupported("shared memory", "this install", str(error)) from error
     if device == "cpu":
         return host_pool(directory)
+    if device.startswith("fake"):
+        log.warning("device=%s is simulated: memory of the host stands for the device's", device)
+        return NativePool(device, backup_dir=directory)
     kind, _, index = device.partition(":")
     return NativePool(
         f"{kind}:{index or 0}", backup_dir=directory, after_release=empty_cache(device)

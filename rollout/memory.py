@@ -266,8 +266,10 @@ class NativePool(MemoryPool):
         self.kind = facts.kind.decode()
         self._total = int(facts.total)
         self.addressable = bool(facts.addressable)
-        self.measured_by = "process" if facts.per_process else "device"
         name, _, index = driver.partition(":")
+        self.measured_by = "process" if facts.per_process else "device"
+        if name == "fake":
+            self.measured_by = "accounting"  # it counts; there is no hardware to ask
         self.device = {"cuda": f"cuda:{index or 0}", "acl": f"npu:{index or 0}"}.get(name, "cpu")
 
     def facts(self) -> Facts:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Awaitable, Collection, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -67,7 +68,9 @@ def _capabilities(options: ReferenceOptions) -> Capabilities:
         positional_draws=True,
     )
     if options.device != "cpu":
-        found = dataclasses.replace(found, memory_measured_by="device")
+        # A simulated device counts, and there is no hardware to ask.
+        measured = "accounting" if options.device.startswith("fake") else "device"
+        found = dataclasses.replace(found, memory_measured_by=measured)
     try:
         native.load()
     except native.NativeUnavailable as error:
@@ -251,8 +254,8 @@ class ReferenceEngine(Generating):
         layout = {n: known[n] for spec in manifest.tensors for n in spec.names}
         await self._thread.call(check)
         adapter = scope.kind is ScopeKind.ADAPTER  # has an arena of its own, made when bytes come
-        arena = None if adapter else self._runner.shared_weights()
-        in_place = await transfer.accept(ReceiverLayout(layout), arena)
+        with nullcontext() if adapter else self._runner.shared_weights() as arena:
+            in_place = await transfer.accept(ReceiverLayout(layout), arena)
 
         begun: list[Writer] = []
 

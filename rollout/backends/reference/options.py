@@ -14,14 +14,15 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``model``: a directory with ``config.json`` and safetensors. ``load``: ``disk`` reads the
     weights, ``empty`` only makes room for them (the first sync brings them). ``device``: ``cpu``,
-    ``cuda`` or ``cuda:N``. ``dtype``: element type of weights and KV. ``kv_cache_tokens``: how many
+    ``cuda`` or ``cuda:N`` (or ``fake``: simulated, memory of the host behind a fake driver). ``dtype``: element type of weights and KV. ``kv_cache_tokens``: how many
     tokens of KV the pool holds, over all requests. ``block_size``: tokens a KV block.
     ``max_num_batched_tokens``: tokens a step at most. ``max_num_seqs``: requests that run at once.
     ``enable_prefix_caching``: whether KV of one request may serve another with the same beginning.
     ``backup_dir``: where backups go (default: the system's temporary folder; on a GPU: memory of
     the host). ``quantization``: ``int8`` keeps linear layers in eight bits; syncs carry them as
-    they are. ``share_weights``: memory lies in files without names, so that a trainer on this host
-    may write weights straight into them (on a CPU; needs the native library).
+    they are. ``share_weights``: a trainer may write weights straight into this engine's memory. On a
+    CPU that lies in files without names, which a trainer of this host maps (transport ``shm``); on a
+    device a trainer of the same device is given a handle (transport ``ipc``). Needs the native library.
     """
 
     model: str
@@ -40,10 +41,8 @@ class ReferenceOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.load not in ("disk", "empty"):
             raise ConfigError(f"load={self.load!r} is neither 'disk' nor 'empty'")
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+        if not re.fullmatch(r"cpu|cuda(:\d+)?|fake(:\d+)?", self.device):
             raise ConfigError(f"device={self.device!r} is not cpu, cuda or cuda:N")
-        if self.share_weights and self.device != "cpu":
-            raise ConfigError(f"share_weights needs device=cpu, not {self.device}")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r} is not float32, bfloat16 or float16")
         if self.quantization not in (None, "int8"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -35,6 +36,7 @@ class ModelRunner:
     def __init__(self, options: ReferenceOptions) -> None:
         self._saved_kv_dir = options.backup_dir or tempfile.gettempdir()
         self.pool = device_pool(options.device, options.backup_dir, share=options.share_weights)
+        self._shares, self._device = options.share_weights, options.device
         self.device = torch.device(self.pool.device)
         self._block_size = options.block_size
         self.blocks = options.kv_cache_tokens // options.block_size
@@ -53,13 +55,26 @@ class ModelRunner:
         self.adapters = AdapterBank(self.model, self.pool, dtype)
         self._kv = self._make_kv(dtype)
 
-    def shared_weights(self) -> ArenaHandle | None:
-        """The weights' arena, for a peer that may write to it; None where it is not shared."""
+    @contextlib.contextmanager
+    def shared_weights(self) -> Iterator[ArenaHandle | None]:
+        """The weights' arena, for a peer that may write to it; None where it is not shared.
+
+        A handle of a device's memory is closed at the end: the peer has one of its own by then.
+        """
         arena = self.binding.arena
-        fd = arena.fd if isinstance(arena, NativeArena) else None
-        if fd is None or self.quantised:  # what is sent then is not what lies there
-            return None
-        return ArenaHandle("file", arena.size, fd)
+        # What is sent to a quantised target is not what lies there.
+        if not self._shares or self.quantised or not isinstance(arena, NativeArena):
+            yield None
+        elif arena.fd is not None:
+            yield ArenaHandle("file", arena.size, arena.fd)
+        else:
+            shared, kind = arena.export(), self._device.partition(":")[0]
+            number = int(shared.number).to_bytes(8, "little")
+            try:
+                yield ArenaHandle(kind, int(shared.nbytes), int(shared.fd), number)
+            finally:
+                if shared.fd >= 0:
+                    os.close(shared.fd)
 
     def _make_kv(self, dtype: torch.dtype) -> torch.Tensor:
         config = self.config
