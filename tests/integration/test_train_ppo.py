@@ -8,6 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from hotbunk.trainer_hooks.recipes import config as configuration
+from hotbunk.trainer_hooks.recipes.forecast import forecast
+from hotbunk.trainer_hooks.recipes.models import build_tiny
+from hotbunk.trainer_hooks.recipes.sizes import model_directory, shapes_of
+
 SMALL = ("trainer=ppo", "trainer.prompts=128", "trainer.epochs=2", "seed=3", "strict=true")
 
 
@@ -48,3 +55,36 @@ def test_a_run_without_a_critic_cannot_be_resumed_as_one_with(tmp_path: Path) ->
     assert done.returncode == 2, done.stderr
     assert "has no critic" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_actor_critic_judge_and_engine_take_turns_validation_included(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    judge = build_tiny(tmp_path / "judge", hidden=64, scale=4.0)
+    rows = trained(
+        out,
+        f"out={out}",
+        "steps=3",
+        *SMALL,
+        "trainer.prompts=32",
+        "judge=generative",
+        f"judge.model={judge}",
+        "judge.weight=0.5",
+        "+judge.options.kv_cache_tokens=32768",  # the largest of them all
+        "trainer.validate_every=2",
+        "trainer.validate_prompts=16",
+    )
+    assert [("validation/reward" in row) for row in rows] == [False, True, False]
+    assert 0 <= rows[1]["validation/reward"] <= 1
+    assert rows[1]["judge/unreadable"] >= 0
+    # The same version wakes the engine after the judge has spoken; strict=true compares its tokens.
+    assert [row["rollout/version"] for row in rows] == [0, 1, 2]
+    for row in rows:
+        assert row["timing_s/judge"] > 0
+        others = row["memory/weights_bytes"] + row["memory/kv_cache_bytes"]
+        assert row["memory/judge_bytes"] > max(others, row["memory/update_peak_bytes"])
+        assert row["memory/peak_bytes"] == row["memory/judge_bytes"], "nobody else was there"
+    settings = configuration.reload(out, [])
+    with model_directory(settings) as directory:
+        plan = forecast(settings, shapes_of(directory), "a device", 1 << 30, None, shapes_of(judge))
+    assert plan.peak_phase == "judge"
+    assert plan.peak_bytes == pytest.approx(rows[-1]["memory/peak_bytes"], rel=0.1)

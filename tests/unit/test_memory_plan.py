@@ -102,6 +102,14 @@ def test_a_critic_takes_a_turn_of_its_own() -> None:
     assert [p.total for p in kept] == [115, 65, 65, 80]
 
 
+def test_a_judge_speaks_when_nobody_else_is_there() -> None:
+    parts = msgspec.structs.replace(PARTS, judge=20, judge_backup=15)
+    phases = phases_of(settings("judge=generative"), parts)
+    assert [p.name for p in phases] == ["generate", "judge", "train", "update", "trainer lets go"]
+    assert [p.total for p in phases] == [50, 20, 35, 50, 10]
+    assert [p.host for p in phases] == [41, 26, 15, 15, 41]
+
+
 def test_a_copy_for_the_kl_penalty_stays_all_the_time(shapes: ModelShapes) -> None:
     parts = parts_of(settings("trainer.kl_coef=0.1"), shapes, GIB)
     assert parts.reference_policy == shapes.arena(torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -14,7 +15,7 @@ from hotbunk.rollout.contract import Deployment
 from hotbunk.rollout.errors import ConfigError, closest
 from hotbunk.rollout.options import convert_nested
 
-GROUPS = ("preset", "rollout", "transport", "trainer", "task")
+GROUPS = ("preset", "rollout", "transport", "trainer", "task", "judge")
 
 
 class TinyModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,6 +75,9 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``restarts``: how often each replica is replaced when it is lost; the run ends when none is left.
 
+    Every ``validate_every`` steps (0: never) ``validate_prompts`` prompts, drawn apart from the steps',
+    are answered greedily.
+
     ``gamma``, ``lam``, ``critic_lr`` and ``value_clip`` are ``ppo``'s own, see ``recipes/ppo.py``.
 
     The last fields are ``grpo_async``'s own. ``max_staleness``: how many steps older than the
@@ -100,6 +104,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offload: bool = True
     logprob_tolerance: float = 1e-3
     save_every: int = 0
+    validate_every: int = 0
+    validate_prompts: int = 64
     threads: int = 0
     restarts: int = 3
     gamma: float = 1.0
@@ -136,7 +142,9 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"trainer.weight_cap={self.weight_cap} must be 1 or more")
         if not self.patience > 0:
             raise ConfigError(f"trainer.patience={self.patience} must be above 0 seconds")
-        for name in ("prompts", "epochs", "mini_batches", "micro_batch"):
+        if self.validate_every < 0:
+            raise ConfigError("trainer.validate_every must not be negative")
+        for name in ("prompts", "epochs", "mini_batches", "micro_batch", "validate_prompts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)} must be 1 or more")
         if self.group_size < (1 if self.has_critic else 2):
@@ -167,6 +175,46 @@ class TaskConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_response_tokens: int | None = None
 
 
+class JudgeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A generative reward model, or ``none``; see configs/judge/generative.yaml.
+
+    ``template`` is what it is asked. The first group of ``pattern`` in what it says, divided by
+    ``scale``, is the response's worth in [0, 1]; ``weight`` is its share of the reward.
+    """
+
+    name: str = "none"
+    model: str | None = None
+    backend: str = "reference"
+    options: dict[str, Any] = msgspec.field(default_factory=dict)
+    template: str = "{prompt}{completion}"
+    pattern: str = r"(\d+(?:\.\d+)?)"
+    scale: float = 1.0
+    max_tokens: int = 8
+    weight: float = 1.0
+
+    @property
+    def used(self) -> bool:
+        """Whether there is one."""
+        return self.name != "none"
+
+    def __post_init__(self) -> None:
+        if self.name not in ("none", "generative"):
+            raise ConfigError(f"judge.name={self.name!r} is neither none nor generative")
+        try:
+            groups = re.compile(self.pattern).groups
+        except re.error as error:
+            raise ConfigError(f"judge.pattern={self.pattern!r}: {error}") from error
+        if groups < 1:
+            raise ConfigError(f"judge.pattern={self.pattern!r} has no group to take a number from")
+        if "{completion}" not in self.template:
+            raise ConfigError("judge.template does not show the judge the {completion}")
+        if not self.scale > 0 or self.max_tokens < 1 or not 0 < self.weight <= 1:
+            raise ConfigError(
+                f"judge.scale={self.scale} and judge.max_tokens={self.max_tokens} must be above 0, "
+                f"and judge.weight={self.weight} a share"
+            )
+
+
 class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole run. ``model`` is ``tiny``, ``smollm2`` or a directory."""
 
@@ -182,6 +230,7 @@ class RunConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sync: SyncPolicy = SyncPolicy()
     trainer: TrainerConfig = TrainerConfig()
     task: TaskConfig = TaskConfig()
+    judge: JudgeConfig = JudgeConfig()
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -215,6 +264,9 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+_ELSEWHERE = ("+rollout.options.", "+transport.options.", "+judge.options.")
+
+
 def _check_overrides(overrides: Sequence[str], base: Mapping[Any, Any]) -> None:
     """Name the mistake before Hydra does: it knows neither a closest match nor our groups."""
     for text in overrides:
@@ -232,7 +284,7 @@ def _check_overrides(overrides: Sequence[str], base: Mapping[Any, Any]) -> None:
             continue
         here: Any = base
         for depth, part in enumerate(key.split(".")):
-            if text.startswith(("+rollout.options.", "+transport.options.")) and depth == 2:
+            if text.startswith(_ELSEWHERE) and depth == 2:
                 break  # the backend (the transport) knows all its options, and refuses others
             known_keys = _known_keys(here, key.split(".")[:depth])
             if part not in known_keys:
@@ -251,6 +303,7 @@ def _known_keys(here: Any, path: Sequence[str]) -> set[str]:
         ("sync",): SyncPolicy,
         ("trainer",): TrainerConfig,
         ("task",): TaskConfig,
+        ("judge",): JudgeConfig,
     }
     struct = structs.get(tuple(path))
     known = {field.name for field in msgspec.structs.fields(struct)} if struct else set()

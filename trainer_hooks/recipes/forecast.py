@@ -21,7 +21,7 @@ from hotbunk.trainer_hooks.recipes.config import RunConfig
 from hotbunk.trainer_hooks.recipes.sizes import ModelShapes, Parts, parts_of
 
 GIB = 1 << 30
-CRITIC = "critic"
+CRITIC, JUDGE = "critic", "judge"
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -100,11 +100,15 @@ def phases_of(config: RunConfig, parts: Parts) -> tuple[Phase, ...]:
         name: str, engines: dict[str, int], own: int, moving: int = 0, host: int = 0
     ) -> Phase:
         levels = {**engines, "trainer": own, "bucket": moving, "reference_policy": kept}
-        if not parts.critic:
-            return Phase(name, levels, host)
-        there = name == CRITIC or not offload  # it lets go in every other phase
-        levels["critic"] = parts.critic if there else 0
-        return Phase(name, levels, host + (0 if there else parts.critic_backup))
+        # They let go in every phase but their own.
+        if parts.critic:
+            there = name == CRITIC or not offload
+            levels[CRITIC] = parts.critic if there else 0
+            host += 0 if there else parts.critic_backup
+        if parts.judge:
+            levels[JUDGE] = parts.judge if name == JUDGE else 0
+            host += 0 if name == JUDGE else parts.judge_backup
+        return Phase(name, levels, host)
 
     update = phase("update", loaded, trainer, bucket)
     if beside:
@@ -113,8 +117,11 @@ def phases_of(config: RunConfig, parts: Parts) -> tuple[Phase, ...]:
     own = 0 if offload else trainer
     asleep, saved = away if turns else engine, parts.weights if backs_up else 0
     phases = [phase("generate", engine, own, host=gone)]
-    if parts.critic:
-        phases.append(phase(CRITIC, asleep, own, host=gone + saved))
+    phases += [
+        phase(name, asleep, own, host=gone + saved)
+        for name, size in ((JUDGE, parts.judge), (CRITIC, parts.critic))
+        if size
+    ]
     phases += [phase("train", asleep, trainer, host=saved), update]
     if offload:
         phases.append(phase("trainer lets go", loaded, 0, host=gone))
@@ -122,10 +129,15 @@ def phases_of(config: RunConfig, parts: Parts) -> tuple[Phase, ...]:
 
 
 def forecast(
-    config: RunConfig, model: ModelShapes, device: str, memory: int, rates: Rates | None
+    config: RunConfig,
+    model: ModelShapes,
+    device: str,
+    memory: int,
+    rates: Rates | None,
+    judge: ModelShapes | None = None,
 ) -> MemoryPlan:
     """:raises Unsupported: nobody knows how this backend divides its memory."""
-    parts = parts_of(config, model, memory)
+    parts = parts_of(config, model, memory, judge)
     phases = phases_of(config, parts)
     worst = max(phases, key=lambda phase: phase.total)
     fits = worst.total <= memory
@@ -139,12 +151,12 @@ def forecast(
         worst.name,
         fits,
         _cost(config, parts, worst.total, rates) if rates else None,
-        () if fits else tuple(_changes(config, model, memory)),
+        () if fits else tuple(_Changes(model, memory, judge).of(config)),
     )
 
 
 def _cost(config: RunConfig, parts: Parts, peak: int, rates: Rates) -> SwitchCost:
-    ours = parts.trainer + parts.reference_policy + parts.critic
+    ours = parts.trainer + parts.reference_policy + parts.critic + parts.judge
     kept = parts.weights + parts.kv_cache + parts.bucket + ours
     seconds = 0.0
     if takes_turns(config):
@@ -155,6 +167,8 @@ def _cost(config: RunConfig, parts: Parts, peak: int, rates: Rates) -> SwitchCos
     if config.trainer.offload and not config.trainer.decoupled:
         held = (parts.trainer_backup + parts.critic_backup) / GIB
         zeroed = (parts.trainer + parts.critic) / GIB - held
+        seconds += parts.judge / GIB * (rates.release + rates.resume)
+        seconds += parts.judge_backup / GIB * rates.restore
         seconds += held * (rates.backup + rates.restore) + zeroed * (rates.release + rates.resume)
     return SwitchCost(seconds, peak, kept)
 
@@ -193,73 +207,74 @@ def measure_rates(nbytes: int = 256 << 20) -> Rates | None:
 # -- what to change ---------------------------------------------------------------------------
 
 
-def _changes(config: RunConfig, model: ModelShapes, memory: int) -> Iterator[Change]:
-    """Each change by itself; and, where none is enough, as many together as it takes."""
-    together: list[str] = []
-    changed = config
-    enough = False
-    for override in _candidates(config, model, memory):
-        alone = _with(config, override)
-        peak = _peak(alone, model, memory)
-        if peak < _peak(config, model, memory):
-            enough |= peak <= memory
-            yield Change((override,), peak, peak <= memory)
-        if _peak(changed, model, memory) > memory:
-            tried = _with(changed, override)
-            if _peak(tried, model, memory) < _peak(changed, model, memory):
-                changed = tried
+class _Changes:
+    """What would make a run fit into ``memory`` bytes."""
+
+    def __init__(self, model: ModelShapes, memory: int, judge: ModelShapes | None) -> None:
+        self._model = model
+        self._memory = memory
+        self._judge = judge
+
+    def of(self, config: RunConfig) -> Iterator[Change]:
+        """Each change by itself; and, where none is enough, as many together as it takes."""
+        together: list[str] = []
+        changed, before = config, self._peak(config)
+        enough = False
+        for override in self._candidates(config):
+            peak = self._peak(_with(config, override))
+            if peak < before:
+                enough |= peak <= self._memory
+                yield Change((override,), peak, peak <= self._memory)
+            least = self._peak(changed)
+            if least > self._memory and self._peak(_with(changed, override)) < least:
+                changed = _with(changed, override)
                 together.append(override)
-    peak = _peak(changed, model, memory)
-    if not enough and len(together) > 1:
-        yield Change(tuple(together), peak, peak <= memory)
+        peak = self._peak(changed)
+        if not enough and len(together) > 1:
+            yield Change(tuple(together), peak, peak <= self._memory)
 
+    def _peak(self, config: RunConfig) -> int:
+        parts = parts_of(config, self._model, self._memory, self._judge)
+        return max(phase.total for phase in phases_of(config, parts))
 
-def _peak(config: RunConfig, model: ModelShapes, memory: int) -> int:
-    phases = phases_of(config, parts_of(config, model, memory))
-    return max(phase.total for phase in phases)
+    def _candidates(self, config: RunConfig) -> Iterator[str]:
+        """Cheapest first: what costs time, then what costs concurrency, then what costs precision."""
+        rollout, trainer = config.rollout, config.trainer
+        if not trainer.decoupled:
+            if not rollout.free_cache_engine:
+                yield "rollout.free_cache_engine=true"
+            if rollout.deployment is Deployment.STANDALONE:
+                yield "rollout.deployment=hybrid"
+            if not trainer.offload:
+                yield "trainer.offload=true"
+        elif config.sync.release_kv is not ReleaseKV.ALWAYS:
+            yield "sync.release_kv=always"
+        small = 4 << 20
+        if config.sync.bucket_bytes > small:
+            yield f"sync.bucket_bytes={small}"
+        yield from self._less_kv(config)
+        if rollout.replicas > 1:
+            yield "rollout.replicas=1"
+        if rollout.options.get("dtype") in ("float32", None) and rollout.name == "reference":
+            yield "rollout.options.dtype=bfloat16"
+        if trainer.kl_coef > 0:
+            yield "trainer.kl_coef=0"
 
-
-def _candidates(config: RunConfig, model: ModelShapes, memory: int) -> Iterator[str]:
-    """Cheapest first: what costs time, then what costs concurrency, then what costs precision."""
-    rollout, trainer = config.rollout, config.trainer
-    if not trainer.decoupled:
-        if not rollout.free_cache_engine:
-            yield "rollout.free_cache_engine=true"
-        if rollout.deployment is Deployment.STANDALONE:
-            yield "rollout.deployment=hybrid"
-        if not trainer.offload:
-            yield "trainer.offload=true"
-    elif config.sync.release_kv is not ReleaseKV.ALWAYS:
-        yield "sync.release_kv=always"
-    small = 4 << 20
-    if config.sync.bucket_bytes > small:
-        yield f"sync.bucket_bytes={small}"
-    yield from _less_kv(config, model, memory)
-    if rollout.replicas > 1:
-        yield "rollout.replicas=1"
-    if rollout.options.get("dtype") in ("float32", None) and rollout.name == "reference":
-        yield "rollout.options.dtype=bfloat16"
-    if trainer.kl_coef > 0:
-        yield "trainer.kl_coef=0"
-
-
-def _less_kv(config: RunConfig, model: ModelShapes, memory: int) -> Iterator[str]:
-    """The largest KV cache that fits, where any does; else the smallest worth having."""
-    keys = {"reference": "kv_cache_tokens", "vllm": "kv_cache_memory_bytes"}
-    key = keys.get(config.rollout.name)
-    now = parts_of(config, model, memory).kv_cache
-    if key is None or not now:
-        return
-    over = _peak(config, model, memory) - memory
-    left = max(now - over, now // 8)
-    ranks = config.rollout.replicas * config.rollout.data_parallel
-    amount = left // ranks
-    if key == "kv_cache_tokens":
-        options = config.rollout.options
-        block = int(options.get("block_size", 16))
-        tokens = int(options.get("kv_cache_tokens", 8192))
-        amount = max(tokens * left // now // block, 1) * block
-    yield f"rollout.options.{key}={amount}"
+    def _less_kv(self, config: RunConfig) -> Iterator[str]:
+        """The largest KV cache that fits, where any does; else an eighth of what it is."""
+        keys = {"reference": "kv_cache_tokens", "vllm": "kv_cache_memory_bytes"}
+        rollout = config.rollout
+        key = keys.get(rollout.name)
+        now = parts_of(config, self._model, self._memory).kv_cache
+        if key is None or not now:
+            return
+        left = max(now - (self._peak(config) - self._memory), now // 8)
+        amount = left // (rollout.replicas * rollout.data_parallel)
+        if key == "kv_cache_tokens":
+            block = int(rollout.options.get("block_size", 16))
+            tokens = int(rollout.options.get("kv_cache_tokens", 8192))
+            amount = max(tokens * left // now // block, 1) * block
+        yield f"rollout.options.{key}={amount}"
 
 
 def _with(config: RunConfig, override: str) -> RunConfig:

@@ -27,9 +27,14 @@ from hotbunk.trainer_hooks.recipes.job import (
     metered,
     seconds_of,
 )
+from hotbunk.trainer_hooks.recipes.judge import NAME as JUDGE
+from hotbunk.trainer_hooks.recipes.judge import Judge
 from hotbunk.trainer_hooks.recipes.meter import TOTAL
 from hotbunk.trainer_hooks.recipes.successors import TurnsKeeper, only_deaths
+from hotbunk.trainer_hooks.recipes.tasks import Sample
 from hotbunk.trainer_hooks.recipes.threads import in_thread
+
+VALIDATE = "validate"  # a phase
 
 
 class TurnsJob(Job):
@@ -42,6 +47,7 @@ class TurnsJob(Job):
         share = metered(parts)
         super().__init__(parts, StepPhases(parts.recorder), share)
         self._share = share
+        self._judge: Judge | None = None
         self._keeper: TurnsKeeper | None = None
         if not any(isinstance(handle, LocalHandle) for handle in parts.handles):
             self._keeper = TurnsKeeper(
@@ -50,6 +56,9 @@ class TurnsJob(Job):
 
     async def begin(self) -> None:
         await self.hooks.manager.sleep_replicas()
+        if self.plan.config.judge.used:
+            self._judge = await Judge.start(self.plan.config.judge, self._stack)
+            self.meter.add(JUDGE, self._judge.handle)
         await self.sync(self.plan.first_step)
         self.settle()
 
@@ -82,9 +91,7 @@ class TurnsJob(Job):
 
         texts = [self.text(c) for c in completions]
         samples = [s for s in drawn for _ in range(config.group_size)]
-        rewards = torch.tensor(
-            [self.plan.task.reward(s, t) for s, t in zip(samples, texts, strict=True)]
-        )
+        rewards = await self._rewards(samples, texts)
         prompts = [request.prompt for request in requests]
         batch = make_batch(
             prompts, completions, torch.zeros(len(rewards)), self.bundle.tokenizer.pad_id
@@ -102,6 +109,7 @@ class TurnsJob(Job):
         report = await self.sync(number + 1)
         update_peaks = meter.peaks("update")  # until the trainer let go; KV came back after that
         await meter.sample()
+        validated = await self._validated(number + 1)
         peaks = meter.peaks("step")
         timings = recorder.take_timings()
         tokens = int(batch.mask.sum())
@@ -109,6 +117,7 @@ class TurnsJob(Job):
         metrics: dict[str, object] = {
             **self.learned(rewards, stats),
             **appraisal,
+            **validated,
             "rollout/version": max(served).step,
             "rollout/incarnation": max(served).incarnation,
             "rollout/versions": len(served),
@@ -121,7 +130,7 @@ class TurnsJob(Job):
             "sync/buckets": sum(o.update.buckets for o in report.outcomes if o.update),
             "memory/weights_bytes": peaks["weights"],
             "memory/kv_cache_bytes": peaks["kv_cache"],
-            **{f"memory/{tag}_bytes": peaks[tag] for tag in self.tenants},
+            **{f"memory/{tag}_bytes": peaks[tag] for tag in (*self.tenants, JUDGE) if tag in peaks},
             "memory/bucket_bytes": peaks["bucket"],
             "memory/weights_bytes_asleep": asleep["weights"],
             "memory/kv_cache_bytes_asleep": asleep["kv_cache"],
@@ -129,7 +138,8 @@ class TurnsJob(Job):
             "memory/update_peak_bytes": update_peaks[TOTAL],
             **{
                 f"timing_s/{name}": timings.get(name, 0.0)
-                for name in ("generate", "sleep", *self.compute)
+                for name in ("generate", "sleep", *self.compute, JUDGE, VALIDATE)
+                if name in timings or name not in (JUDGE, VALIDATE)
             },
             "timing_s/update_weights": report.seconds,
             **seconds_of(report.phases, "phase_s"),
@@ -146,6 +156,44 @@ class TurnsJob(Job):
         Engines and the policy's trainer have let go of their memory.
         """
         return group_advantages(rewards, self.config.group_size), {}
+
+    async def _rewards(self, samples: Sequence[Sample], texts: Sequence[str]) -> torch.Tensor:
+        """What responses are worth, [responses]. Engines and trainer are away."""
+        own = torch.tensor(
+            [self.plan.task.reward(s, t) for s, t in zip(samples, texts, strict=True)]
+        )
+        if self._judge is None:
+            return own
+        with self.recorder.phase(JUDGE):
+            async with self.meter.sampling():
+                judged = torch.tensor(await self._judge.score(samples, texts))
+        share = self.plan.config.judge.weight
+        return share * judged + (1 - share) * own
+
+    async def _validated(self, done: int) -> dict[str, object]:
+        """After ``done`` steps, where one is due: metrics of greedy answers to held-out prompts.
+
+        A judge needs the device, so engines sleep while it speaks; the same version wakes them again.
+        """
+        every = self.config.validate_every
+        if not every or done % every:
+            return {}
+        with self.recorder.phase(VALIDATE):
+            samples, requests = self.validation()
+            await self.hooks.on_validation_begin()
+            completions = await self._rollout(done, requests)
+            texts = [self.text(c) for c in completions]
+            if self._judge is not None:
+                await self._despite_deaths(self.hooks.on_validation_end)
+            rewards = await self._rewards(samples, texts)
+            if self._judge is not None:
+                await self.sync(done)
+        unread = {"judge/unreadable": self._judge.unreadable} if self._judge else {}
+        return {
+            "validation/reward": float(rewards.mean()),
+            "validation/sample": f"{samples[0].prompt} -> {texts[0]}"[:200],
+            **unread,
+        }
 
     # -- generation ---------------------------------------------------------------------------
 

@@ -206,6 +206,18 @@ class Job(ABC):
             for index, prompt in enumerate(repeated)
         ]
 
+    def validation(self) -> tuple[list[Sample], list[GenerateRequest]]:
+        """Prompts drawn apart from the steps', the same ones each time, answered greedily."""
+        drawn = self.plan.task.sample(
+            random.Random(f"{self.plan.config.seed}/validation"), self.config.validate_prompts
+        )
+        tokenizer = self.bundle.tokenizer
+        how = Sampling(0.0, self.plan.response_tokens, 0, (tokenizer.eos_id,))
+        return drawn, [
+            GenerateRequest(f"validate-{index}", tuple(encode_sample(tokenizer, sample)), how)
+            for index, sample in enumerate(drawn)
+        ]
+
     def text(self, completion: Completion) -> str:
         """A response as its reward sees it."""
         ids = list(completion.token_ids)

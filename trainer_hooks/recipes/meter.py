@@ -43,7 +43,12 @@ class MemoryMeter:
         self._handles = handles
         self._pool = pool
         self._recorder = recorder
+        self._others: dict[str, ReplicaHandle] = {}
         self._watches: dict[str, dict[str, int]] = {}
+
+    def add(self, name: str, handle: ReplicaHandle) -> None:
+        """Count an engine that is not the policy's, all of it under ``name``."""
+        self._others[name] = handle
 
     async def sample(self) -> dict[str, int]:
         """Resident bytes by tag, now. A replica that is lost has none: its process is gone."""
@@ -55,6 +60,8 @@ class MemoryMeter:
         for report in reports:
             for arena in report.arenas:
                 levels[arena.tag] = levels.get(arena.tag, 0) + arena.resident
+        for name, handle in self._others.items():
+            levels[name] = (await handle.memory()).resident()
         self._recorder.memory(levels)
         for peaks in self._watches.values():
             for tag, size in {**levels, TOTAL: sum(levels.values())}.items():

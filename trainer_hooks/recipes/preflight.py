@@ -12,6 +12,7 @@ from hotbunk.rollout.errors import ConfigError
 from hotbunk.rollout.registry import TRANSPORTS, create_backend, find, names
 from hotbunk.trainer_hooks.recipes import checkpoint
 from hotbunk.trainer_hooks.recipes.config import RunConfig
+from hotbunk.trainer_hooks.recipes.judge import judge_model
 from hotbunk.trainer_hooks.recipes.models import (
     ByteTokenizer,
     Tokenizer,
@@ -51,6 +52,8 @@ def plan_run(config: RunConfig, *, resume: bool = False) -> Plan:
     _check_processes(config)
     if config.trainer.decoupled:
         _check_beside(config)
+    if config.judge.used:
+        _check_judge(config)
     run_dir = Path(config.out)
     task = make_task(config.task)
     tokens = config.trainer.max_response_tokens or task.max_response_tokens
@@ -113,6 +116,18 @@ def _check_beside(config: RunConfig) -> None:
             f"trainer={name} they always do",
             remedy="set trainer.offload=false",
         )
+
+
+def _check_judge(config: RunConfig) -> None:
+    """A judge takes turns, so everybody must."""
+    judge = config.judge
+    if config.trainer.decoupled:
+        raise ConfigError(
+            f"trainer={config.trainer.name} leaves a judge no turn: engines never sleep",
+            remedy="set judge=none, or trainer=grpo",
+        )
+    load_bundle(judge_model(judge))
+    create_backend(judge.backend, model=str(judge_model(judge)), **judge.options)
 
 
 def _check_processes(config: RunConfig) -> None:

@@ -78,6 +78,7 @@ class Parts(msgspec.Struct, frozen=True):
     ``reference_policy``: the copy that ``trainer.kl_coef`` asks for. ``bucket``: on the way between
     trainer and engines. ``trainer_backup``: what stays on the host of a trainer whose memory is
     given back; its gradients do not. ``critic``: PPO's, with gradients and moments like the trainer's.
+    ``judge``: a generative reward model's weights and KV.
     """
 
     weights: int
@@ -88,6 +89,8 @@ class Parts(msgspec.Struct, frozen=True):
     trainer_backup: int
     critic: int = 0
     critic_backup: int = 0
+    judge: int = 0
+    judge_backup: int = 0
 
 
 def in_arena(sizes: Iterator[int]) -> int:
@@ -160,8 +163,12 @@ def shapes_of(directory: Path) -> ModelShapes:
     )
 
 
-def parts_of(config: RunConfig, model: ModelShapes, memory: int) -> Parts:
+def parts_of(
+    config: RunConfig, model: ModelShapes, memory: int, judge: ModelShapes | None = None
+) -> Parts:
     """The bytes of each part of a run on devices of ``memory`` bytes.
+
+    :param judge: the shapes of a generative reward model, where the run has one.
 
     :raises Unsupported: nobody knows how this backend divides its memory.
     """
@@ -170,6 +177,10 @@ def parts_of(config: RunConfig, model: ModelShapes, memory: int) -> Parts:
     ranks = rollout.replicas * rollout.data_parallel
     parameters = _parameters(model)
     trained = model.arena(_TRAINED_AS)
+    speaks = EngineSizes(0, 0)
+    if judge is not None:
+        options = {"dtype": "float32", **config.judge.options}
+        speaks = engine_sizes(RolloutConfig(config.judge.backend, options=options), judge, memory)
     values = values_of(model) if config.trainer.has_critic else None
     return Parts(
         weights=engine.weights * ranks,
@@ -184,6 +195,8 @@ def parts_of(config: RunConfig, model: ModelShapes, memory: int) -> Parts:
             if values and config.trainer.offload
             else 0
         ),
+        judge=speaks.weights + speaks.kv_cache,
+        judge_backup=speaks.weights,
     )
 
 

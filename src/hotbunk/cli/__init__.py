@@ -45,7 +45,7 @@ def train(
     a critic), or generates beside it (trainer=grpo_async).
 
     Without arguments: a tiny model learns to copy digits in about a minute. Groups to choose
-    from: preset (tiny, smollm2), rollout, transport, trainer, task.
+    from: preset (tiny, smollm2), rollout, transport, trainer, task, judge.
     """
     from hotbunk.cli.train import run
 

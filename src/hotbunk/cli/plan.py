@@ -27,6 +27,7 @@ _COLOURS = {
     "bucket": "magenta",
     "reference_policy": "green",
     "critic": "red",
+    "judge": "bright_blue",
 }
 _WIDE = 32  # characters of a bar
 
@@ -35,6 +36,7 @@ def run(overrides: Sequence[str], *, model: Path | None, memory: str | None, jso
     """See :func:`hotbunk.cli.plan`. :returns: the exit code."""
     try:
         from hotbunk.trainer_hooks.recipes import forecast, sizes
+        from hotbunk.trainer_hooks.recipes.judge import judge_model
     except ModuleNotFoundError as error:
         raise missing("hotbunk plan", error) from error
     chosen = [*overrides, *([f"model={model}"] if model else [])]
@@ -45,9 +47,10 @@ def run(overrides: Sequence[str], *, model: Path | None, memory: str | None, jso
         device, free = "a device of that size", sizes.parse_bytes(memory)
     with sizes.model_directory(settings) as directory:
         shapes = sizes.shapes_of(directory)
+    judge = sizes.shapes_of(judge_model(settings.judge)) if settings.judge.used else None
     on_host = not device.startswith("cuda") and here
     rates = forecast.measure_rates() if on_host else None
-    plan = forecast.forecast(settings, shapes, device, free, rates)
+    plan = forecast.forecast(settings, shapes, device, free, rates, judge)
     if json:
         typer.echo(json_module.dumps(_plain(plan), indent=1))
     else:
