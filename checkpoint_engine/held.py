@@ -65,32 +65,63 @@ class Held:
         if not self._measures:
             yield
             return
-        over = asyncio.Event()
-        looking = asyncio.create_task(self._look(phase, over))
-        _late.add(looking)
-        looking.add_done_callback(_late.discard)
+        looks = _Looks(self, self._handle, phase)
         try:
             yield
-        finally:
-            over.set()
-        await asyncio.wait({looking}, timeout=BRIEF)
+        except BaseException:
+            looks.over()
+            raise
+        await looks.end()
 
     async def now(self, phase: str) -> None:
         """Look before something goes, which a look beside it might miss."""
-        async with self.during(phase):
-            pass
+        if self._measures:
+            await _Looks(self, self._handle, phase).end()
 
-    async def _look(self, phase: str, over: asyncio.Event) -> None:
-        pause = EVERY
-        while True:
-            try:
-                report = await self._handle.memory()
-            except Exception:  # noqa: BLE001 - a boundary: handles are anybody's, and may be dead
-                return
-            self.saw(phase, report)
-            try:
-                async with asyncio.timeout(pause):
-                    await over.wait()
-                return
-            except TimeoutError:
-                pause = min(2 * pause, SELDOM)
+
+class _Looks:
+    """Looks in one phase. A timer and a task each: there may be many replicas, and phases of no time."""
+
+    def __init__(self, held: Held, handle: ReplicaHandle, phase: str) -> None:
+        self._held = held
+        self._handle = handle
+        self._phase = phase
+        self._counts = True
+        self._loop = asyncio.get_running_loop()
+        self._pause = EVERY
+        self._look()
+
+    def _look(self) -> None:
+        self._task = self._loop.create_task(self._ask())
+        self._timer = self._loop.call_later(self._pause, self._again)
+
+    async def _ask(self) -> None:
+        try:
+            report = await self._handle.memory()
+        except Exception:  # noqa: BLE001 - a boundary: handles are anybody's, and may be dead
+            return
+        if self._counts:
+            self._held.saw(self._phase, report)
+
+    def _again(self) -> None:
+        self._pause = min(2 * self._pause, SELDOM)
+        if self._task.done():
+            self._look()
+        else:  # it takes long; one at a time
+            self._timer = self._loop.call_later(self._pause, self._again)
+
+    def over(self) -> None:
+        """No more looks. One that is under way may end when it likes."""
+        self._counts = False
+        self._timer.cancel()
+        if not self._task.done():
+            _late.add(self._task)
+            self._task.add_done_callback(_late.discard)
+
+    async def end(self) -> None:
+        """The phase is over; a look that is under way has a moment still."""
+        self._timer.cancel()
+        await asyncio.sleep(0)  # most have been answered, or are at once
+        if not self._task.done():
+            await asyncio.wait({self._task}, timeout=BRIEF)
+        self.over()

@@ -119,6 +119,15 @@ async def test_a_look_that_fails_costs_a_figure_and_nothing_else_u2(action: Acti
         assert [set(one.memory) for one in report.outcomes] == [PHASES, set(), PHASES]
 
 
+async def test_an_answer_that_comes_after_its_phase_is_no_figure_u2() -> None:
+    late = Fault(Action.DELAY, seconds=10 * BRIEF)
+    async with pool() as (manager, handles):
+        handles[0].replica.backend.faults.at("memory", late)  # type: ignore[attr-defined]
+        report = await manager.update_weights(Weights(2), Version(0, 2))
+        await asyncio.sleep(20 * BRIEF)
+        assert set(report.outcomes[0].memory) == PHASES - {"pause"}
+
+
 async def test_shown_in_the_table_in_the_bars_and_in_the_trace_u2() -> None:
     async with pool() as (manager, handles):
         report = await manager.update_weights(Weights(2), Version(0, 2))
