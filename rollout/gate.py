@@ -76,8 +76,10 @@ class Entry:
 
     def move(self, until: float | None, reason: str, *, retryable: bool = True) -> None:
         """Let it wait until then, and say ``reason`` if that passes."""
+        if self._scope is not None and self._scope.expired():
+            return  # its wait is over already, for the reason it had
         self.until, self.reason, self.retryable = until, reason, retryable
-        if self._scope is not None and not self._scope.expired():
+        if self._scope is not None:
             self._scope.reschedule(until)
 
     def ended(self, version: Version) -> Iterator[TokenChunk]:

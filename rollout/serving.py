@@ -128,8 +128,9 @@ class Serving:
 
     async def _next(self, entry: Entry, stream: AsyncIterator[TokenChunk]) -> TokenChunk | None:
         """The next chunk; None if the request was let go meanwhile."""
+        scope = entry.waiting()
         try:
-            async with entry.waiting():
+            async with scope:
                 return await anext(stream)
         except errors.HotbunkError as error:
             if isinstance(error, errors.ReplicaLost):
@@ -144,7 +145,7 @@ class Serving:
                 where=self._line.name,
             ) from None
         except Exception as error:
-            if isinstance(error, TimeoutError) and entry.until is not None:
+            if isinstance(error, TimeoutError) and scope.expired():
                 return None
             raise engine_failed("generate", error).at(self._line.name) from error
         finally:

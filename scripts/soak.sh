@@ -5,14 +5,14 @@
 #
 # Each part says how long it took. One that fails does not keep the others from running; then the exit
 # status is 1, and its output is in the folder that is named at the end.
-# ROUNDS (10): of storms and faults. HOTBUNK_FAULTS (60, all there are), HOTBUNK_KILLS (200) and
-# HOTBUNK_DRILL_FAULTS (200): how much of the rest.
+# ROUNDS (10): of storms and faults. HOTBUNK_FAULTS (60, all there are), HOTBUNK_KILLS (200),
+# HOTBUNK_DRILL_FAULTS (200) and HOTBUNK_FUZZ_SECONDS (300, three times): how much of the rest.
 set -um # -m: each part is a job of its own, which a signal to us does not reach
 pytest=$1
 shift
 rounds=${ROUNDS:-10}
 export HOTBUNK_FAULTS=${HOTBUNK_FAULTS:-60} HOTBUNK_KILLS=${HOTBUNK_KILLS:-200}
-export HOTBUNK_DRILL_FAULTS=${HOTBUNK_DRILL_FAULTS:-200}
+export HOTBUNK_DRILL_FAULTS=${HOTBUNK_DRILL_FAULTS:-200} HOTBUNK_FUZZ_SECONDS=${HOTBUNK_FUZZ_SECONDS:-300}
 logs=$(mktemp -d "${TMPDIR:-/tmp}/hotbunk-soak.XXXXXX")
 failed=0
 running=""
@@ -50,6 +50,7 @@ for round in $(seq "$rounds"); do
 done
 part kills tests/unit/test_process_supervision.py -k random --timeout=900 "$@"
 part drill tests/integration/test_sync_drill.py "$@"
+part fuzz tests/integration/server/test_fuzz.py "$@"
 
 echo "in all $SECONDS s; $failed parts failed"
 if [ "$failed" -ne 0 ]; then

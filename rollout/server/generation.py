@@ -27,6 +27,7 @@ from hotbunk.rollout.server.plane import Plane, Shared, answer
 from hotbunk.rollout.server.problems import problem
 from hotbunk.rollout.server.streams import LEFT, EventStream, Gone, merged, while_there
 from hotbunk.rollout.server.telling import Telling
+from hotbunk.rollout.server.words import too_deep
 
 UNAVAILABLE: dict[int | str, dict[str, Any]] = {
     400: {"description": "It cannot be meant, or could never run; the body says why."},
@@ -83,8 +84,10 @@ async def generate(plane: Shared, request: Request) -> Response:
     try:
         asked = msgspec.json.decode(await request.body(), type=GenerateRequest)
         asked.request_id.encode()
+        if too_deep([asked.media, asked.metadata]):
+            raise RecursionError("media or metadata lie too deep within one another")
         msgspec.msgpack.encode(asked)  # it goes on by other wires: integers have 64 bits there
-    except (msgspec.MsgspecError, UnicodeError, OverflowError) as error:
+    except (msgspec.MsgspecError, UnicodeError, OverflowError, RecursionError) as error:
         told = {"loc": ("body",), "msg": str(error), "type": "msgspec"}
         raise RequestValidationError([told]) from error
     job = Job(asked.request_id, plane.settings.model, (asked,))

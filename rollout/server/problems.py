@@ -24,6 +24,7 @@ STATUS: tuple[tuple[type[errors.HotbunkError], int], ...] = (
     (errors.WeightsNotLoaded, 503),
     (errors.WeightsPoisoned, 503),
     (errors.KVNotResident, 503),
+    (errors.RequestsInFlight, 503),  # not in time; a pause that was not stays held
     (errors.ReplicaLost, 503),
     (errors.RequestRejected, 503),
     (errors.MemoryFault, 503),

@@ -24,6 +24,7 @@ from hotbunk.rollout.errors import (
     EngineFailed,
     SessionError,
 )
+from hotbunk.rollout.status import Deadlines
 
 pytestmark = pytest.mark.anyio
 
@@ -194,3 +195,18 @@ async def test_a_drain_at_the_gate_ends_when_a_later_pause_stops_the_engine(
         assert report.frozen == (("long",) if mode is PauseMode.KEEP else ())
         assert not long.done or mode is PauseMode.ABORT
         long.task.cancel()
+
+
+async def test_generation_opens_in_the_moment_in_which_a_frozen_request_waited_too_long() -> None:
+    """Its own timeout was taken for one that the engine raised, and answered as a failure of it."""
+    async with running(deadlines=Deadlines(hold=5.0)) as (replica, _):
+        frozen = await ask(replica, "frozen", 500).started()
+        await replica.pause_generation(PauseMode.KEEP)
+        loop = asyncio.get_running_loop()
+        until = replica._gate.entries["frozen"].until
+        assert until is not None
+        loop.call_at(until, replica._gate.thaw)  # as a resume does, right after the timeout
+        ended = await frozen.task
+        assert (ended.finish_reason, ended.retryable) == (FinishReason.ABORT, True)
+        assert "held longer than 5 s" in ended.error
+        await replica.resume_generation()

@@ -24,7 +24,7 @@ import httpx
 from hotbunk.cli.serve import TINY, ensure_tiny
 from hotbunk.trainer_hooks.recipes.models import build_tiny
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 KEY = "a-key-that-only-tests-know"
 
 
@@ -40,6 +40,10 @@ class Server:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
         )
         self.killed = False  # by a test
+        self._errors: list[str] = []
+        # What nobody reads fills its pipe, and then the server stands still.
+        self._reading = threading.Thread(target=self._read_errors, daemon=True)
+        self._reading.start()
         self.said = self._first_line()
         self.url = re.search(r"http://\S+", self.said)[0]  # type: ignore[index]
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -52,8 +56,19 @@ class Server:
         line = self.process.stdout.readline()
         watch.cancel()
         if "serving" not in line:
-            raise AssertionError(f"it did not start: {self.process.communicate()[1]}")
+            self.process.wait()
+            raise AssertionError(f"it did not start: {self.errors()}")
         return line
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            self._errors.extend(lines)
+
+    def errors(self) -> str:
+        """What it wrote to its stderr, once it has ended."""
+        self._reading.join(10)
+        return "".join(self._errors)
 
     def post(self, path: str, content: Any = None, **query: Any) -> Any:
         return self.http.post(path, params=query, json=content)
@@ -108,7 +123,9 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        code, said = self.process.returncode, self.process.communicate()[1]
+        code, said = self.process.returncode, self.errors()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         assert code == 0 or self.killed, f"it ended with {code}: {said}"
         assert "never retrieved" not in said, said
 

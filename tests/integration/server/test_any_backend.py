@@ -34,10 +34,19 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("theirs")
 def test_a_backend_from_elsewhere_is_served(serve: Callable[..., Any], model: Path) -> None:
+    """Its options reach it, that of the prefix cache, too (C4); it is a server like ours (H16)."""
     server = serve(
         *("--backend", "theirs", "--model", str(model), "--dev"),
+        *("--no-enable-prefix-caching", "--enable-prompt-tokens-details"),
         *("--set", "max_num_seqs=4", "--set", "kv_cache_tokens=512"),
     )
+    for path in ("/start_weight_update", "/finish_weight_update"):
+        early = server.post(path)
+        assert (early.status_code, early.json()["error"]["type"]) == (409, "SessionError")
+        assert "init_weight_transfer_engine" in early.text
+    for _ in range(2):
+        usage = server.complete("A prompt of more than one block of KV.", 2)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
     told = server.get("/server_info")
     assert told["capabilities"]["backend"] == "theirs"
     assert server.complete("Hello", 4)["usage"]["completion_tokens"] == 4

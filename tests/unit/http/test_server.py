@@ -396,6 +396,18 @@ async def test_text_that_is_no_text_is_refused(place: Any) -> None:
     await _ok(client, "/v1/completions", _asked())
 
 
+async def test_what_is_passed_on_unread_is_not_endlessly_deep(place: Any) -> None:
+    """Every wire behind has a limit of its own, and breaks with whoever shares it."""
+    client = await place.client((await place.oracle()).url)
+    for depth, status in ((50, 200), (70, 422), (2_000, 422), (100_000, 422)):
+        deep = b"[" * depth + b"]" * depth
+        for field in (b"metadata", b"media"):
+            body = b'{"request_id": "d", "prompt": [1], "%s": {"a": %s}}' % (field, deep)
+            answer = await client.post("/v1/generate", content=body)
+            assert answer.status_code == status, (depth, answer.text)
+            await answer.aread()
+
+
 def test_every_error_of_the_tree_comes_back_as_itself() -> None:
     """By name, with its fields and a status that is not 500 unless the engine failed."""
     made: list[errors.HotbunkError] = [
