@@ -105,7 +105,9 @@ class EventStream(Response):
         )
         async for event in self._events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
-            await asyncio.sleep(0)  # events that are there already: whether it broke is told between
+            await asyncio.sleep(
+                0
+            )  # events that are there already: whether it broke is told between
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
