@@ -81,4 +81,4 @@ async def test_killed_it_takes_its_engine_along(
     assert not running.ended_well, "nobody may take this for an end"
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
-    assert not [path for path in shared if os.path.exists(path)]
+    assert not list(filter(os.path.exists, shared))
