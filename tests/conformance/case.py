@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from hotbunk.rollout.contract import (
     Retention,
     unsupported,
 )
+from hotbunk.rollout.errors import ConfigError, closest
 
 Body = Callable[[Rig], Awaitable[None]]
 
@@ -47,7 +48,8 @@ class Status(StrEnum):
 class CaseResult(msgspec.Struct, frozen=True):
     """One line of the matrix. ``seconds`` are of the event loop's time.
 
-    ``detail`` says why it did not pass, or what was measured.
+    ``detail`` says why it did not pass, or what was measured; ``log`` is what was logged last, of a case
+    that did not pass; ``measured`` are series of figures, by name.
     """
 
     case: str
@@ -56,6 +58,8 @@ class CaseResult(msgspec.Struct, frozen=True):
     status: Status
     seconds: float
     detail: str = ""
+    log: tuple[str, ...] = ()
+    measured: Mapping[str, Sequence[float]] = msgspec.field(default_factory=dict)
 
 
 class Case(NamedTuple):
@@ -108,6 +112,18 @@ def all_cases(level: Level = Level.ALL) -> list[Case]:
     if level is Level.SMOKE:
         return [one for one in REGISTRY.values() if one.smoke]
     return [one for one in REGISTRY.values() if one.level is level]
+
+
+def chosen(level: Level, names: Sequence[str]) -> list[Case]:
+    """The cases of these names, or without names those of the level.
+
+    :raises ConfigError: there is no case of that name.
+    """
+    known = {one.name: one for one in all_cases()}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"no case {name!r}{closest(name, known)}")
+    return [known[name] for name in names] or all_cases(level)
 
 
 def ability(caps: Capabilities, name: str) -> Ability:

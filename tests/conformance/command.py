@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+
+from hotbunk.rollout.errors import UsageError
 
 if TYPE_CHECKING:
     from hotbunk.conformance.under_test import BackendUnderTest
 
-URL_BACKEND = "served"  # what is described for servers that already run
+URL_BACKEND = "url"  # whatever already runs there
 
 
 def conformance(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[compare A B]", help="What changed between two runs' --out."),
+    ] = None,
     backend: Annotated[
         str | None,
         typer.Option(help="Its name: oracle, reference, vllm, or what a package brings."),
@@ -36,7 +43,14 @@ def conformance(
             "--set", metavar="KEY=VALUE", help="An option of the backend; may be repeated."
         ),
     ] = None,
+    cases: Annotated[
+        list[str] | None,
+        typer.Option("--case", metavar="NAME", help="Only this one; may be repeated."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of what the cases draw.")] = 0,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="The same as compare A B.")
+    ] = None,
     mutants: Annotated[
         bool,
         typer.Option("--mutants", help="Try the suite itself: does it notice what is broken?"),
@@ -44,13 +58,18 @@ def conformance(
 ) -> None:
     """Prove what a backend claims: run the conformance suite against it.
 
-    Prints a table and writes OUT/matrix.json. 0: nothing failed; what the backend declares
+    Prints a table and writes OUT/matrix.json and report.html, among others. 0: nothing failed; what the backend declares
     unsupported was refused, and changed nothing; what was not run, it said beforehand. 1: a case
-    failed, or the suite itself did. With --mutants: 0 if every broken engine was found out.
+    failed, or the suite itself did. With --mutants: 0 if every broken engine was found out. With compare: 1
+    if something is worse in B.
     """
-    from hotbunk.rollout.errors import UsageError
     from hotbunk.rollout.options import parse_settings
 
+    pair = _pair(words or [], compare)
+    if pair is not None:
+        from hotbunk.conformance.compare import show
+
+        sys.exit(show(*pair))
     if mutants:
         from hotbunk.conformance.mutants.show import run_all
 
@@ -62,7 +81,33 @@ def conformance(
         options = {"model": str(model), **options}
     if backend is None:
         raise UsageError("which backend?", remedy="--backend NAME, --url URL, or --mutants")
-    sys.exit(_run(backend, options, level, seed, out))
+    sys.exit(_run(_Run(backend, options, level, tuple(cases or ()), seed), out))
+
+
+class _Run(NamedTuple):
+    """What was asked for."""
+
+    backend: str
+    options: dict[str, Any]
+    level: str
+    cases: tuple[str, ...]
+    seed: int
+
+    @property
+    def command(self) -> str:
+        """That asks for it again, without its level and cases."""
+        sets = [f"--set {shlex.quote(f'{key}={value}')}" for key, value in self.options.items()]
+        return " ".join(
+            ["hotbunk conformance --backend", self.backend, *sets, f"--seed {self.seed}"]
+        )
+
+
+def _pair(words: list[str], compare: tuple[Path, Path] | None) -> tuple[Path, Path] | None:
+    if not words:
+        return compare
+    if words[0] != "compare" or len(words) != 3 or compare is not None:
+        raise UsageError(f"{' '.join(words)!r} cannot be meant", remedy="compare A B")
+    return Path(words[1]), Path(words[2])
 
 
 def described(backend: str, options: dict[str, Any]) -> BackendUnderTest:
@@ -97,39 +142,47 @@ def level_of(name: str) -> Any:
     return Level(name)
 
 
-def _run(backend: str, options: dict[str, Any], level: str, seed: int, out: Path | None) -> int:
+def _run(asked: _Run, out: Path | None) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from hotbunk import __version__
-    from hotbunk.conformance.case import all_cases
-    from hotbunk.conformance.reports import write_junit, write_markdown
-    from hotbunk.conformance.runner import accepted, run, write_matrix
+    from hotbunk.conformance.case import chosen
+    from hotbunk.conformance.interrupts import terminable
+    from hotbunk.conformance.matrix import matrix_of
+    from hotbunk.conformance.reports import write_all
+    from hotbunk.conformance.runner import accepted, run
     from hotbunk.conformance.show import show
 
-    wanted = level_of(level)
-    found = described(backend, options)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(backend, total=len(all_cases(wanted)))
+    wanted = level_of(asked.level)
+    total = len(chosen(wanted, asked.cases))
+    progress = Progress(console=Console(stderr=True), transient=True)
+    with terminable():
+        found = described(asked.backend, asked.options)
         try:
-            results = run(found, wanted, seed, tell=lambda result: progress.advance(task))
+            with progress:
+                task = progress.add_task(found.name, total=total)
+                results = run(
+                    found,
+                    wanted,
+                    asked.seed,
+                    only=asked.cases,
+                    tell=lambda result: progress.advance(task),
+                )
         finally:
             found.close()
     console = Console()
     show(console, found, results)
     if out is not None:
-        path = write_matrix(
-            results, out, backend=backend, level=level, seed=str(seed), hotbunk=__version__
-        )
+        about = {"backend": asked.backend, "level": asked.level, "seed": str(asked.seed)}
+        matrix = matrix_of(found, results, command=asked.command, **about)
+        path = write_all(found, matrix, out)
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
-        write_junit(results, found, path.parent)
-        write_markdown(results, found, path.parent)
     return 0 if all(accepted(result, found) for result in results) else 1
 
 
 def main() -> None:
     """``python -m hotbunk.conformance``. 2: what was asked for cannot be meant. 1: it failed."""
-    from hotbunk.rollout.errors import HotbunkError, UsageError
+    from hotbunk.rollout.errors import HotbunkError
 
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(conformance)

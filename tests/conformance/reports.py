@@ -1,16 +1,39 @@
-"""Results for other programs and other people: ``junit.xml`` and ``matrix.md``."""
+"""Results for other programs and other people: everything that ``--out`` writes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
+import msgspec
+
+from hotbunk.conformance.badge import write_badges
 from hotbunk.conformance.case import REGISTRY, CaseResult, Level, Status
-from hotbunk.conformance.runner import accepted
+from hotbunk.conformance.clauses import clause_of
+from hotbunk.conformance.html import write_html
+from hotbunk.conformance.matrix import Matrix
+from hotbunk.conformance.runner import accepted, write_matrix
 from hotbunk.conformance.under_test import BackendUnderTest
 
 JUNIT, MARKDOWN = "junit.xml", "matrix.md"
+
+
+def write_all(described: BackendUnderTest, matrix: Matrix, directory: Path) -> Path:
+    """Into a folder, which is made; the path of ``matrix.json``."""
+    path = write_matrix(matrix.cases, directory, **_about(matrix))
+    write_junit(matrix.cases, described, directory)
+    write_markdown(matrix, directory)
+    write_html(matrix, directory)
+    write_badges(matrix, directory)
+    return path
+
+
+def _about(matrix: Matrix) -> dict[str, Any]:
+    said: dict[str, Any] = msgspec.to_builtins(matrix)
+    del said["cases"]
+    return said
 
 
 def write_junit(
@@ -46,17 +69,18 @@ def write_junit(
     return path
 
 
-def write_markdown(
-    results: Sequence[CaseResult], described: BackendUnderTest, directory: Path
-) -> Path:
-    """A table a level; what is not accepted comes first, with what was seen."""
-    lines = [f"# Conformance of {described.name}", ""]
-    bad = [result for result in results if _bad(result, described)]
-    for result in bad:
-        lines += [
-            f"- **{result.case}**: {result.status.value}. {_one_line(result.detail)}",
-            f"  ({_one_line(REGISTRY[result.case].doc)})" if result.case in REGISTRY else "",
-        ]
+def write_markdown(matrix: Matrix, directory: Path) -> Path:
+    """A table a level. What is not accepted comes first: seen, promised, and how to see it again."""
+    lines = [f"# Conformance of {matrix.title}", ""]
+    results = matrix.cases
+    for result in matrix.bad():
+        lines.append(f"- **{result.case}**: {result.status.value}. {_one_line(result.detail)}")
+        if result.case in REGISTRY:
+            lines.append(f"  ({_one_line(REGISTRY[result.case].doc)})")
+        clause = clause_of(result.case)
+        if clause is not None:
+            lines.append(f"  The contract ({clause.section}): {_one_line(clause.text)}")
+        lines.append(f"  Again: `{matrix.again(result.case)}`")
     for level in Level:
         rows = [result for result in results if result.level is level]
         if not rows:

@@ -36,6 +36,10 @@ class NotApplicable(Exception):
     """The backend has nothing to try the case on (no ties, no second group, ...)."""
 
 
+class Unseen(NotApplicable):
+    """It cannot be seen, or asked for, from where the suite stands: raised by descriptions only."""
+
+
 async def expect(error: type[E], doing: Awaitable[object]) -> E:
     """Await something that must raise ``error``; returns what was raised.
 
@@ -45,7 +49,11 @@ async def expect(error: type[E], doing: Awaitable[object]) -> E:
         got = await doing
     except error as raised:
         return raised
-    raise AssertionError(f"{error.__name__} was to be raised and {got!r} came back")
+    if isinstance(got, Completion):
+        came = f"tokens {list(got.token_ids)} came ({got.finish_reason.value})"
+    else:
+        came = f"{got!r} came back"
+    raise AssertionError(f"{error.__name__} was to be raised, and {came}")
 
 
 class Snapshot(NamedTuple):
@@ -105,6 +113,7 @@ class Rig:
         self.replica = replica
         self.rng = rng
         self.notes: list[str] = []
+        self.measured: dict[str, list[float]] = {}
         self._requests: list[Running] = []
         self._count = 0
 
@@ -115,7 +124,24 @@ class Rig:
 
     def note(self, text: str) -> None:
         """Something measured, for the matrix."""
-        self.notes.append(text)
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def measure(self, name: str, value: float) -> None:
+        """The next figure of a series, for the reports."""
+        self.measured.setdefault(name, []).append(value)
+
+    def sees(self, what: str) -> bool:
+        """Whether ``what`` can be looked at (see ``BackendUnderTest.unseen``); if not, a note."""
+        if what in self.ut.unseen:
+            self.note(f"{what} not looked at: {self.ut.unseen[what]}")
+        return what not in self.ut.unseen
+
+    def check_resident(self, tag: Tag, nbytes: int, why: str = "") -> None:
+        """So many bytes of the tag are resident, where memory can be seen."""
+        if self.sees("memory"):
+            found = self.ut.resident(tag)
+            assert found == nbytes, why or f"{found} bytes of {tag.value}, not {nbytes}"
 
     async def anew(self) -> None:
         """Close the engine, and go on with a fresh one, started as the first was."""
@@ -123,7 +149,7 @@ class Rig:
         await self.replica.close()
         await self.ut.stop()
         self.engine = await self.ut.start()
-        self.replica = Replica(self.engine, name=self.ut.name, deadlines=self.ut.deadlines)
+        self.replica = self.ut.front(self.engine)
         await self.replica.start()
 
     # -- weights ------------------------------------------------------------------------------
@@ -161,8 +187,10 @@ class Rig:
         )
 
     async def load(self, version: int) -> UpdateReport:
-        """A full update that must succeed."""
-        return await self.send(self.transfer(version))
+        """A full update that must succeed, and what its users do after it."""
+        report = await self.send(self.transfer(version))
+        await self.ut.settle(self.replica)
+        return report
 
     def fed(self) -> list[str]:
         """Groups that a full update carries."""
@@ -233,8 +261,13 @@ class Rig:
         assert list(done.token_ids) == want, (
             f"tokens {list(done.token_ids)} and version {version} makes {want}"
         )
-        made_by = {span.version for span in done.spans}
+        made_by = {span.version for span in done.spans} if self.sees("spans") else set()
         assert made_by <= {Version(0, version)}, f"made by {version}, labelled {made_by}"
+
+    def check_uncached(self, done: Completion, what: str) -> None:
+        """None of its prompt came from a cache, where that is told. ``what`` would have."""
+        if self.sees("cached tokens"):
+            assert done.cached_tokens == 0, f"{done.cached_tokens} {what}"
 
     async def moment(self) -> None:
         """Long enough for an engine that could make a token to have made one."""
@@ -254,7 +287,9 @@ class Rig:
         return {name: state.partition("(")[0] for name, state in status.groups.items()}
 
     async def check_states(self, want: str, *, kv: str | None = None) -> None:
-        """Every fed group is in state ``want`` (and the KV cache in ``kv``)."""
+        """Every fed group is in state ``want`` (and the KV cache in ``kv``), where that is seen."""
+        if not self.sees("states"):
+            return
         status = await self.replica.status()
         states = await self.states()
         got = {name: states[name] for name in self.fed()}
@@ -273,8 +308,7 @@ class Rig:
             status.kv,
             status.health,
             tuple((p.owner, p.mode) for p in status.pauses),
-            self.ut.resident(Tag.WEIGHTS),
-            self.ut.resident(Tag.KV_CACHE),
+            *(self.ut.resident(tag) if self.sees("memory") else 0 for tag in Tag),
         )
 
     async def close(self) -> None:

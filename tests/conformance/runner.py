@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import random
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from hotbunk.conformance import negative
-from hotbunk.conformance.case import Case, CaseResult, Level, Status, ability, all_cases
-from hotbunk.conformance.rig import NotApplicable, Rig
+from hotbunk.conformance.case import Case, CaseResult, Level, Status, ability, chosen
+from hotbunk.conformance.rig import NotApplicable, Rig, Unseen
 from hotbunk.conformance.under_test import BackendUnderTest
 from hotbunk.rollout.errors import HotbunkError
-from hotbunk.rollout.replica import Replica
 
 MATRIX = "matrix.json"
+LOG_TAIL = 20  # lines of a failed case's log that its result keeps
+_CASES = Path(__file__).resolve().parent / "cases"
+_STDLIB = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
 
 
 def run(
@@ -28,15 +33,16 @@ def run(
     level: Level = Level.ALL,
     seed: int = 0,
     *,
+    only: Sequence[str] = (),
     tell: Callable[[CaseResult], object] = lambda result: None,
 ) -> list[CaseResult]:
-    """Run every case of a level, and ``tell`` of each as it ends.
+    """Run every case of a level, or those named, and ``tell`` of each as it ends.
 
     Blocks; not to be called from a running event loop (use :func:`run_case` there).
     """
     results = []
     with Session(under_test) as session:
-        for one in all_cases(level):
+        for one in chosen(level, only):
             results.append(session.run(one, seed))
             tell(results[-1])
     return results
@@ -82,19 +88,47 @@ async def run_case(one: Case, under_test: BackendUnderTest, seed: int = 0) -> Ca
     """Run one case on a fresh engine."""
     loop = asyncio.get_running_loop()
     began = loop.time()
-    notes: list[str] = []
-    task = asyncio.create_task(_attempt(one, under_test, seed, notes))
-    await asyncio.wait({task}, timeout=under_test.case_deadline)
+    seen = _Seen()
+    task = asyncio.create_task(_attempt(one, under_test, seed, seen))
+    with seen.listening():
+        await asyncio.wait({task}, timeout=under_test.case_deadline)
     if task.done():
         status, detail = _verdict(task)
+        if not task.cancelled() and isinstance(task.exception(), Unseen):
+            under_test.expected_not_run = {**under_test.expected_not_run, one.name: detail}
     else:
         status, detail = Status.FAIL, f"not over after {under_test.case_deadline:g} s"
         task.cancel()
         await asyncio.wait({task}, timeout=under_test.deadlines.grace)
     if status is Status.PASS:
-        detail = "; ".join(notes)
+        detail = "; ".join(seen.notes)
+    log = tuple(seen.log) if status in (Status.FAIL, Status.ERROR) else ()
     capability = " ".join(one.capabilities)
-    return CaseResult(one.name, one.level, capability, status, loop.time() - began, detail)
+    seconds = loop.time() - began
+    return CaseResult(one.name, one.level, capability, status, seconds, detail, log, seen.measured)
+
+
+class _Seen(logging.Handler):
+    """What was noted, measured and logged while a case ran."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        self.notes: list[str] = []
+        self.measured: dict[str, list[float]] = {}
+        self.log: deque[str] = deque(maxlen=LOG_TAIL)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        root = logging.getLogger()
+        root.addHandler(self)
+        try:
+            yield
+        finally:
+            root.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.log.append(self.format(record))
 
 
 def accepted(result: CaseResult, under_test: BackendUnderTest) -> bool:
@@ -107,7 +141,7 @@ def accepted(result: CaseResult, under_test: BackendUnderTest) -> bool:
     return result.status in (Status.PASS, Status.UNSUPPORTED)
 
 
-def write_matrix(results: Iterable[CaseResult], directory: Path | str, **about: str) -> Path:
+def write_matrix(results: Iterable[CaseResult], directory: Path | str, **about: Any) -> Path:
     """Write ``matrix.json``: an object with the list ``cases``, and whatever ``about`` says."""
     path = Path(directory) / MATRIX
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,23 +150,26 @@ def write_matrix(results: Iterable[CaseResult], directory: Path | str, **about: 
     return path
 
 
-async def _attempt(one: Case, under_test: BackendUnderTest, seed: int, notes: list[str]) -> Status:
+async def _attempt(one: Case, under_test: BackendUnderTest, seed: int, seen: _Seen) -> Status:
     if not __debug__:
         raise RuntimeError("the suite speaks through assert: run it without -O")
     engine = await under_test.start()
-    replica = Replica(engine, name=under_test.name, deadlines=under_test.deadlines)
+    replica = under_test.front(engine)
     rig = Rig(under_test, engine, replica, random.Random(f"{seed}:{one.name}"))
     try:
         await replica.start()
         try:
             lacking = [c for c in one.capabilities if not ability(rig.caps, c)]
+            if lacking and not under_test.declares:
+                how = ability(rig.caps, lacking[0]).how
+                raise Unseen(f"{lacking[0]} cannot be asked for: {how}")
             if lacking:
                 await negative.refused(rig, lacking[0])
             else:
                 await one.run(rig)
             await rig.replica.check_invariants()
         finally:
-            notes.extend(rig.notes)
+            seen.notes, seen.measured = rig.notes, rig.measured
             await rig.close()
     finally:
         await rig.replica.close()
@@ -148,8 +185,12 @@ def _verdict(task: asyncio.Task[Status]) -> tuple[Status, str]:
         return task.result(), ""
     if isinstance(error, NotApplicable):
         return Status.NOT_RUN, str(error)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{Path(frame.filename).name}:{frame.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    # Python's own library raises on behalf of whoever called it.
+    frame = next((f for f in reversed(frames) if not f.filename.startswith(_STDLIB)), frames[-1])
+    inside = [f for f in frames if Path(f.filename).resolve().parent == _CASES]
+    places = [*inside[-1:], *([frame] if frame not in inside[-1:] else [])]
+    where = ", ".join(f"{Path(f.filename).name}:{f.lineno}" for f in places)
     detail = f"{type(error).__name__}: {str(error) or frame.line} ({where})"
     if isinstance(error, (AssertionError, HotbunkError, TimeoutError)):
         return Status.FAIL, detail

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from hotbunk.rollout.contract import Engine, Tag, TensorSpec
+from hotbunk.rollout.replica import Replica
 from hotbunk.rollout.status import Deadlines
 
 Tensors = list[tuple[TensorSpec, bytes]]
@@ -72,8 +73,18 @@ class BackendUnderTest(ABC):
     Without it each case has its own, so a case that hangs harms no other.
     """
 
+    declares: ClassVar[bool] = True
+    """Whether the engine declares what it can do. What another has no way to be asked is not run."""
+
+    simulated: ClassVar[bool] = False
+    """Whether it stands for an engine rather than being one. Reports say so."""
+
     expected_not_run: Mapping[str, str] = MappingProxyType({})
     """Cases that have nothing to try here, each with the reason. Any other is a gap in the claim."""
+
+    unseen: Mapping[str, str] = MappingProxyType({})
+    """What cannot be looked at, each with the reason: ``states`` of weight groups, ``memory``,
+    ``bytes`` of weights, version ``spans``, ``cached tokens``, ``stale tokens``. Cases that only brush it leave that out and note it."""
 
     @abstractmethod
     async def start(self) -> Engine:
@@ -82,6 +93,10 @@ class BackendUnderTest(ABC):
         Whoever looks at "the engine" below looks at the last one started.
         """
 
+    def front(self, engine: Engine) -> Replica:
+        """What the cases speak to: hotbunk's replica, unless another keeps the rules."""
+        return Replica(engine, name=self.name, deadlines=self.deadlines)
+
     async def check_options(self) -> None:
         """Before the first case: build what a case would, and start nothing.
 
@@ -89,6 +104,9 @@ class BackendUnderTest(ABC):
         """
         await self.start()
         await self.stop()
+
+    async def settle(self, replica: Replica) -> None:  # noqa: B027 - most do it by themselves
+        """After each update that is not itself on trial: what users have to do by hand."""
 
     async def stop(self) -> None:  # noqa: B027 - most have nothing left to do
         """The case is over and the engine was closed."""
@@ -136,6 +154,10 @@ class BackendUnderTest(ABC):
 
         ``point`` is one of :data:`UPDATE_POINTS` or :data:`MEMORY_POINTS`. False: it cannot be done.
         """
+        return False
+
+    def starve(self, tag: Tag) -> bool:
+        """Have the device refuse the tag's memory once, the next time it is mapped. False: no way."""
         return False
 
     async def kill(self) -> bool:

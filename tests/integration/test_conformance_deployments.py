@@ -8,14 +8,22 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hotbunk.conformance.backends.reference import ReferenceUnderTest
 from hotbunk.conformance.backends.reference_process import ReferenceProcessUnderTest
 from hotbunk.conformance.case import REGISTRY, Level, Status, all_cases
 from hotbunk.conformance.runner import accepted, run_case
+from hotbunk.conformance.transfers import MemoryTransfer
+from hotbunk.rollout.backends.reference.engine import ReferenceEngine
+from hotbunk.rollout.contract import Version
+from hotbunk.rollout.errors import ReplicaLost
+from hotbunk.rollout.replica import Replica
+from hotbunk.rollout.status import Deadlines, Health
 
 TOY = Path(__file__).with_name("toy_backend")
 # What differs where ranks are processes of their own: weights in all of them, memory, deaths.
@@ -26,6 +34,7 @@ IN_RANKS = [
     "half_awake_serves_nobody",
     "a_planted_corruption_is_found",
     "killed_and_started_anew",
+    "a_resume_without_room_is_undone",
     "sender_dies",
 ]
 
@@ -97,3 +106,26 @@ def test_the_walk_through_is_what_runs() -> None:
     document = DOCUMENT.read_text()
     shown = document.partition("```python\n")[2].partition("```")[0]
     assert shown == (TOY / "toy_backend" / "under_test.py").read_text()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("step", ["_outdate_caches", "committed"])
+async def test_an_engine_that_hangs_at_the_end_of_an_update_is_lost(step: str) -> None:
+    """Not poisoned: no resend could heal a thread that never comes back."""
+    described = ReferenceUnderTest()
+    engine = await described.start()
+    assert isinstance(engine, ReferenceEngine)
+    replica = Replica(engine, deadlines=Deadlines(grace=0.3))
+    await replica.start()
+    over = threading.Event()
+    owner = engine if step == "_outdate_caches" else engine._residency
+    setattr(owner, step, lambda *args: over.wait())
+    transfer = MemoryTransfer(described.weights(1), version=Version(0, 1))
+    try:
+        with pytest.raises(ReplicaLost):
+            await replica.update_weights(transfer, version=Version(0, 1), deadline=0.5)
+        assert (await replica.status()).health is Health.LOST
+    finally:
+        over.set()
+        await replica.close()
+        described.close()

@@ -31,9 +31,12 @@ def test_the_oracle_passes_and_the_matrix_says_so(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "goldens_of_two_versions" in done.stdout
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "badge.json",
+        "badge.svg",
         "junit.xml",
         "matrix.json",
         "matrix.md",
+        "report.html",
     }
     matrix = json.loads((tmp_path / "out" / "matrix.json").read_text())
     assert matrix["backend"] == "oracle"
@@ -51,6 +54,18 @@ def test_a_failure_is_exit_code_1_and_is_in_the_matrix(tmp_path: Path) -> None:
     assert all(c["detail"] for c in failed)
 
 
+def test_one_case_alone(tmp_path: Path) -> None:
+    """By the very command that its report tells."""
+    chosen = ["--case", "pause_keep", "--seed", "3"]
+    done = hotbunk("--backend", "oracle", *chosen, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    matrix = json.loads((tmp_path / "matrix.json").read_text())
+    assert [one["case"] for one in matrix["cases"]] == ["pause_keep"]
+    assert matrix["simulated"]
+    words = f"{matrix['command']} --case pause_keep".split()
+    assert hotbunk(*words[2:]).returncode == 0
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -59,6 +74,8 @@ def test_a_failure_is_exit_code_1_and_is_in_the_matrix(tmp_path: Path) -> None:
         (["--backend", "oracle", "--set", "step_time"], "key=value"),
         (["--backend", "oracle", "--level", "cor"], "did you mean 'core'"),
         (["--level", "core"], "which backend"),
+        (["--backend", "oracle", "--case", "pause_kept"], "did you mean 'pause_keep'"),
+        (["compare", "a"], "compare A B"),
     ],
     ids=lambda it: it[-1] if isinstance(it, list) else "",
 )
@@ -83,7 +100,7 @@ def test_settings_are_yaml() -> None:
 
 
 def test_names_are_known() -> None:
-    shipped = {"hotbunk_http", "oracle", "reference", "reference_process", "served", "vllm"}
+    shipped = {"hotbunk_http", "oracle", "reference", "reference_process", "served", "url", "vllm"}
     assert set(DESCRIBED) == shipped
     with pytest.raises(BackendNotFound, match="reference"):
         under_test("referense")

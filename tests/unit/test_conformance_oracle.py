@@ -12,6 +12,7 @@ import pytest
 
 from hotbunk.conformance.backends.oracle import OracleUnderTest
 from hotbunk.conformance.case import REGISTRY, Case, CaseResult, Level, Status, all_cases, case
+from hotbunk.conformance.matrix import matrix_of
 from hotbunk.conformance.negative import ATTEMPTS, DIRECT
 from hotbunk.conformance.reports import write_junit, write_markdown
 from hotbunk.conformance.rig import Rig
@@ -133,6 +134,8 @@ def test_the_matrix_is_an_object_with_cases(whole: list[CaseResult], tmp_path: P
         "status",
         "seconds",
         "detail",
+        "log",
+        "measured",
     }
 
 
@@ -191,7 +194,10 @@ def test_reports_tell_failures_from_what_was_expected(tmp_path: Path) -> None:
         "deltas": ["failure"],
         "updating_many_times": ["error"],
     }
-    text = write_markdown(results, under_test, tmp_path).read_text()
+    about = {"backend": "oracle", "level": "sync", "seed": "0", "command": "again"}
+    matrix = matrix_of(under_test, results, **about)
+    text = write_markdown(matrix, tmp_path).read_text()
     assert "## sync: 1 of 5 passed" in text
     assert "- **any_bucket_size**: fail. a \\| b" in text
+    assert "Again: `again --case any_bucket_size`" in text
     assert "- **groups" not in text

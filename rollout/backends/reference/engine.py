@@ -280,9 +280,9 @@ class ReferenceEngine(Generating):
             differing = await self._thread.call(partial(writer.differing, expected))
             if differing:
                 raise errors.VerifyFailed(differing)
-        await self._thread.call(lambda: self._outdate_caches(groups))
+        await _uncut(self._thread.call(lambda: self._outdate_caches(groups)))
         await transfer.commit()
-        await self._thread.call(lambda: self._residency.committed(groups, version))
+        await _uncut(self._thread.call(lambda: self._residency.committed(groups, version)))
         return UpdateReport(
             version,
             applied=applied,
@@ -381,7 +381,10 @@ class ReferenceEngine(Generating):
 
 
 async def _uncut(call: Awaitable[T]) -> T:
-    """Await a command to its end, also when cancelled: it works on a bucket that is only lent."""
+    """Await a command to its end, also when cancelled: it works on what is lent, or on state.
+
+    A thread that hangs in it is then known to hang.
+    """
     future = asyncio.ensure_future(call)
     try:
         return await asyncio.shield(future)

@@ -24,6 +24,7 @@ DESCRIBED = {
         "hotbunk.conformance.backends.reference_process:ReferenceProcessUnderTest"
     ),
     "served": "hotbunk.conformance.backends.served:ServedUnderTest",
+    "url": "hotbunk.conformance.backends.at_url:at_url",
     "vllm": "hotbunk.conformance.backends.vllm:VllmUnderTest",
 }
 

@@ -29,6 +29,7 @@ class OracleUnderTest(BackendUnderTest):
     )
     bucket_sizes = (1 << 12, 64, 7, 1)
     loop_factory = VirtualTimeLoop
+    simulated = True
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -77,6 +78,10 @@ class OracleUnderTest(BackendUnderTest):
             faults.hangs(at)
         else:
             faults.raises(at, RuntimeError(f"{point} breaks"))
+        return True
+
+    def starve(self, tag: Tag) -> bool:
+        self.engine.device.refuse.add(tag.value)
         return True
 
     async def kill(self) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 from hotbunk.rollout.backends.reference import PRELOAD as _REFERENCE
 from hotbunk.rollout.backends.reference import create as create_reference
 from hotbunk.rollout.contract import Engine, Tag
+from hotbunk.rollout.errors import ResumeOutOfMemory
 from hotbunk.rollout.registry import BACKENDS, register
 
 PRELOAD = _REFERENCE
@@ -57,6 +58,49 @@ def host_backup(engine: Any) -> int:
     state: int = sum(r.nbytes for r in arena.regions.values() if r.survival is Survival.STATE)
     backup: int = engine._runner.pool.memory().backup()
     return max(backup - state, 0)
+
+
+def sabotage(engine: Any, point: str, how: str) -> bool:
+    """Have its own functions raise once, or never return; False: not there.
+
+    A function that hangs holds a thread, which ends with its process only.
+    """
+    pool = engine._runner.pool
+    inside: dict[str, tuple[Any, str]] = {
+        "accept": (engine, "_placements"),
+        "bucket": (engine, "_writer"),
+        "commit": (engine, "_outdate_caches"),
+        "label": (engine._residency, "committed"),
+        "release": (pool, "release"),
+        "resume": (pool, "resume"),
+    }
+    if point not in inside:
+        return False
+    owner, function = inside[point]
+
+    def broken(*args: Any, **more: Any) -> None:
+        delattr(owner, function)
+        if how == "hang":
+            threading.Event().wait()
+        raise RuntimeError(f"{point} breaks")
+
+    setattr(owner, function, broken)
+    return True
+
+
+def starve(engine: Any, tag: str) -> None:
+    """The next time its pool maps the tag, there is no room for it."""
+    pool = engine._runner.pool
+    mapped = pool.resume
+
+    def without_room(tags: Any) -> Any:
+        if tag not in tags:
+            return mapped(tags)
+        del pool.resume
+        needed = sum(a.reserved for a in pool.memory().arenas if a.tag == tag)
+        raise ResumeOutOfMemory(tag, needed, 0)
+
+    pool.resume = without_room
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -127,6 +171,12 @@ def _said(engine: Any, question: Question) -> Answer:
     if question.what == "corrupt_weight":
         corrupt_weight(engine, question.of)
         return Answer()
+    if question.what == "starve":
+        starve(engine, question.of)
+        return Answer()
+    if question.what == "sabotage":
+        point, _, how = question.of.partition(" ")
+        return Answer(number=int(sabotage(engine, point, how)))
     if question.what == "resident":
         return Answer(number=resident(engine, question.of))
     if question.what == "host_backup":

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hotbunk.checkpoint_engine.source import specs_of
 from hotbunk.conformance.backends import peek
@@ -21,6 +20,7 @@ from hotbunk.conformance.kit import (
     text_of,
     version_of,
 )
+from hotbunk.conformance.scratch import Scratch
 from hotbunk.conformance.under_test import BackendUnderTest, Tensors
 from hotbunk.rollout.backends.reference.engine import ReferenceEngine
 from hotbunk.rollout.contract import ADAPTER_PREFIX, TARGET, Engine, Tag
@@ -36,7 +36,7 @@ class ReferenceUnderTest(BackendUnderTest):
     """
 
     name = "reference"
-    prompts = (
+    prompts: ClassVar[tuple[tuple[int, ...], ...]] = (
         (11, 12, 13, 14, 15, 16, 17, 18, 19),
         (21, 32, 43, 54, 65, 76, 87, 98, 109, 120, 131, 142),
         tuple(range(200, 240)),
@@ -51,7 +51,7 @@ class ReferenceUnderTest(BackendUnderTest):
         if model is not None and not (Path(model) / "config.json").is_file():
             raise ConfigError(f"{model} is no model directory: it has no config.json")
         self._options = options
-        self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-conformance-")
+        self._folder = Scratch()
         self.engine: ReferenceEngine
         self.expected_not_run: dict[str, str] = {
             "groups_that_take_no_update": "its one group takes updates",
@@ -62,7 +62,7 @@ class ReferenceUnderTest(BackendUnderTest):
         self._says = model is None
         make = partial(make_model, family, tied=tied)
         if model is None:
-            self._disk = save_model(family, 0, Path(self._folder.name) / "model", tied=tied)
+            self._disk = save_model(family, 0, self._folder.path / "model", tied=tied)
             save_tokenizer(self._disk)
         else:
             self._disk = Path(model)
@@ -123,25 +123,11 @@ class ReferenceUnderTest(BackendUnderTest):
         return True
 
     def sabotage(self, point: str, how: str) -> bool:
-        """Its own functions raise once; a thread that hangs could not be ended."""
-        engine, pool = self.engine, self.engine._runner.pool
-        inside: dict[str, tuple[Any, str]] = {
-            "accept": (engine, "_placements"),
-            "bucket": (engine, "_writer"),
-            "commit": (engine, "_outdate_caches"),
-            "label": (engine._residency, "committed"),
-            "release": (pool, "release"),
-            "resume": (pool, "resume"),
-        }
-        if how != "fail" or point not in inside:
-            return False
-        owner, function = inside[point]
+        """A thread that hangs could not be ended here."""
+        return how == "fail" and peek.sabotage(self.engine, point, how)
 
-        def broken(*args: Any, **more: Any) -> None:
-            delattr(owner, function)
-            raise RuntimeError(f"{point} breaks")
-
-        setattr(owner, function, broken)
+    def starve(self, tag: Tag) -> bool:
+        peek.starve(self.engine, tag.value)
         return True
 
     def resident(self, tag: Tag) -> int:
@@ -152,4 +138,4 @@ class ReferenceUnderTest(BackendUnderTest):
 
     def close(self) -> None:
         """Remove the model directory."""
-        self._folder.cleanup()
+        self._folder.remove()

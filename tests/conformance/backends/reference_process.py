@@ -56,12 +56,11 @@ class ReferenceProcessUnderTest(ReferenceUnderTest):
     def __init__(self, *, ranks: int = 2, transport: str = "shm", **options: Any) -> None:
         super().__init__(**options)
         self._ranks, self._transport = ranks, transport
-        self._peeks = Path(tempfile.mkdtemp(prefix="peek-", dir=self._folder.name))
-        self.expected_not_run |= {
-            "verification_reads_memory": "the last tensor is still under way when it is asked for",
-            "an_engine_fails_in_each_phase": "nothing inside its processes is made to fail",
-            "an_engine_fails_in_a_memory_verb": "nothing inside its processes is made to fail",
-        }
+        self._peeks = Path(tempfile.mkdtemp(prefix="peek-", dir=self._folder.path))
+        self.expected_not_run["verification_reads_memory"] = (
+            "the last tensor is still under way when it is asked for"
+        )
+        self.expected_not_run.pop("an_engine_hangs_in_each_phase")
         self.expected_not_run.pop("killed_and_started_anew")
 
     async def check_options(self) -> None:
@@ -92,7 +91,13 @@ class ReferenceProcessUnderTest(ReferenceUnderTest):
         return True
 
     def sabotage(self, point: str, how: str) -> bool:
-        return False
+        """In the last rank: the others know nothing of it."""
+        question = peek.Question("sabotage", f"{point} {how}")
+        return bool(peek.ask(self._peeks, self._ranks - 1, question).number)
+
+    def starve(self, tag: Tag) -> bool:
+        peek.ask(self._peeks, self._ranks - 1, peek.Question("starve", tag.value))
+        return True
 
     async def kill(self) -> bool:
         os.kill(self._ask("pid")[-1].number, signal.SIGKILL)

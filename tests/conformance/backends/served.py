@@ -52,6 +52,7 @@ NEEDS_BYTES = (
     "versions_only_rise",
 )
 NEEDS_HANDS = (
+    "a_resume_without_room_is_undone",
     "a_planted_corruption_is_found",
     "an_engine_fails_in_a_memory_verb",
     "an_engine_fails_in_each_phase",
@@ -115,6 +116,9 @@ class ServedUnderTest(ReferenceUnderTest):
         return False
 
     def sabotage(self, point: str, how: str) -> bool:
+        return False
+
+    def starve(self, tag: Tag) -> bool:
         return False
 
     def resident(self, tag: Tag) -> int:

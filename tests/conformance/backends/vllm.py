@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from hotbunk.checkpoint_engine.source import specs_of
 from hotbunk.conformance.kit import greedy, make_model, save_model, save_tokenizer, text_of
+from hotbunk.conformance.scratch import Scratch
 from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.conformance.under_test import BackendUnderTest, Tensors
 from hotbunk.rollout.binding import dtype_from
@@ -82,8 +82,8 @@ class VllmUnderTest(BackendUnderTest):
             **options,
         }
         self._fresh = fresh
-        self._folder = tempfile.TemporaryDirectory(prefix="hotbunk-conformance-")
-        self._disk = Path(self._folder.name) / "model"
+        self._folder = Scratch()
+        self._disk = self._folder.path / "model"
         save_model(family, 0, self._disk, tied=tied, **SIZES)
         self._says = tokenizer
         if tokenizer:
@@ -95,6 +95,7 @@ class VllmUnderTest(BackendUnderTest):
             "every_group_moves_with_an_update": "there is one weight group",
             "verification_reads_memory": "its buckets are written and compared in one call",
             "an_engine_fails_in_each_phase": "nothing reaches into vLLM's own code",
+            "a_resume_without_room_is_undone": "nothing makes vLLM's device refuse",
             "an_engine_hangs_in_each_phase": "nothing reaches into vLLM's own code",
             "killed_and_started_anew": "all cases share one engine",
         }
@@ -117,7 +118,7 @@ class VllmUnderTest(BackendUnderTest):
     async def finish(self) -> None:
         """Stop the engine, and remove the model directory."""
         await self._drop()
-        self._folder.cleanup()
+        self._folder.remove()
 
     async def engine(self) -> Engine:
         """The running engine as a fresh one: version 0, nothing in flight, generation open."""

@@ -90,14 +90,23 @@ async def sender_dies(rig: Rig) -> None:
     await heal(rig, 2)
 
 
+async def _hanging(bad: Hanging, sending: asyncio.Task[object]) -> None:
+    """Until the sender stands still in the middle; an update that ends before says why."""
+    reached = bad.reached = asyncio.Event()
+    waiting = asyncio.create_task(reached.wait())
+    await asyncio.wait({waiting, sending}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if not reached.is_set():
+        raise AssertionError(f"the update ended before its last bucket: {await sending!r}")
+
+
 @case(level=Level.FAULT)
 async def sender_hangs(rig: Rig) -> None:
     """A deadline ends it; status answers meanwhile (B14, H11, N12)."""
     await rig.load(1)
     bad = rig.sender(Hanging, 2, at=-1, bucket_bytes=rig.ut.bucket_sizes[1])
-    bad.reached = asyncio.Event()
-    sending = asyncio.create_task(rig.send(bad, deadline=5 * rig.ut.moment))
-    await bad.reached.wait()
+    sending: asyncio.Task[object] = asyncio.create_task(rig.send(bad, deadline=5 * rig.ut.moment))
+    await _hanging(bad, sending)
     status = await rig.replica.status()
     assert not status.servable, "half-written weights are called servable"
     await expect(DeadlineExceeded, sending)
@@ -110,9 +119,8 @@ async def caller_gives_up(rig: Rig) -> None:
     """Cancelling an update in the middle leaves it DIRTY, not half-trusted."""
     await rig.load(1)
     bad = rig.sender(Hanging, 2, at=-1, bucket_bytes=rig.ut.bucket_sizes[1])
-    bad.reached = asyncio.Event()
-    sending = asyncio.create_task(rig.send(bad))
-    await bad.reached.wait()
+    sending: asyncio.Task[object] = asyncio.create_task(rig.send(bad))
+    await _hanging(bad, sending)
     sending.cancel()
     await asyncio.wait({sending})
     assert sending.cancelled()

@@ -35,7 +35,7 @@ async def golden_after_a_discard_cycle(rig: Rig) -> None:
     await rig.load(1)
     await rig.replica.sleep(2)
     await rig.replica.wake_up([Tag.WEIGHTS])
-    assert rig.ut.resident(Tag.KV_CACHE) == 0, "waking the weights brought KV memory back"
+    rig.check_resident(Tag.KV_CACHE, 0, "waking the weights brought KV memory back")
     await rig.load(2)
     await rig.replica.wake_up([Tag.KV_CACHE])
     await rig.check_golden(2)
@@ -46,15 +46,15 @@ async def golden_after_a_kv_only_release(rig: Rig) -> None:
     """Weights do not notice that KV memory left and came back (K6)."""
     await rig.load(1)
     await rig.complete(rig.ut.prompts[0])
-    names = [spec.name for spec, _ in rig.ut.weights(1)]
+    names = [spec.name for spec, _ in rig.ut.weights(1)] if rig.sees("bytes") else []
     before = {name: rig.ut.read_weight(name) for name in names}
-    weights = rig.ut.resident(Tag.WEIGHTS)
+    weights = rig.ut.resident(Tag.WEIGHTS) if rig.sees("memory") else 0
     await rig.replica.release_kv_cache()
-    assert rig.ut.resident(Tag.WEIGHTS) == weights, "weights memory moved"
+    rig.check_resident(Tag.WEIGHTS, weights, "weights memory moved")
     assert {name: rig.ut.read_weight(name) for name in names} == before
     await rig.replica.resume_kv_cache()
     done = await rig.complete(rig.ut.prompts[0])
-    assert done.cached_tokens == 0, "KV survived its own release"
+    rig.check_uncached(done, "tokens of KV survived its own release")
     await rig.check_golden(1)
 
 
@@ -103,9 +103,9 @@ async def no_kv_outlives_its_weights(rig: Rig) -> None:
     await rig.load(1)
     prompt = rig.ut.prompts[0]
     await rig.complete(prompt)
-    await rig.load(2)
+    await rig.send(rig.transfer(2))
     done = await rig.complete(prompt)
-    assert done.cached_tokens == 0, f"{done.cached_tokens} tokens of older KV were reused"
+    rig.check_uncached(done, "tokens of older KV were reused")
     rig.check_tokens(done, prompt, 2)
 
 
@@ -133,6 +133,8 @@ async def kept_request_continues_under_new_weights(rig: Rig) -> None:
     assert rest == rig.ut.golden([*prompt, *kept], 2, len(rest)), (
         "the rest is not what the new weights make of the prefix"
     )
+    if not rig.sees("spans"):
+        return
     spans = [(s.version, s.start, s.end) for s in done.spans]
     total = len(done.token_ids)
     assert spans == [(Version(0, 1), 0, len(kept)), (Version(0, 2), len(kept), total)], (

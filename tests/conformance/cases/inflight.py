@@ -37,7 +37,7 @@ async def kv_release_drains_first(rig: Rig) -> None:
     await asyncio.sleep(0)
     late = rig.submit(rig.ut.prompts[1])
     await releasing
-    assert rig.ut.resident(Tag.KV_CACHE) == 0
+    rig.check_resident(Tag.KV_CACHE, 0)
     rig.check_tokens(await running.result(), rig.ut.prompts[0], 1)
     assert not late.tokens, "a request was admitted onto memory being freed"
     await asyncio.wait({late.task})
@@ -107,7 +107,7 @@ async def sleep_aborts_and_releases(rig: Rig) -> None:
         done = await request.result()
         assert done.finish_reason is FinishReason.ABORT
         rig.check_tokens(done, prompt, 1, cut=True)
-    assert rig.ut.resident(Tag.KV_CACHE) == 0
+    rig.check_resident(Tag.KV_CACHE, 0)
     await rig.replica.wake_up()
     await rig.load(2)
     await rig.check_golden(2)

@@ -243,9 +243,10 @@ async def sleep_survives_a_callers_resume(rig: Rig) -> None:
 async def sleep_level_0_is_a_pause(rig: Rig) -> None:
     """Level 0 releases nothing; wake opens again."""
     await rig.load(1)
-    before = {tag: rig.ut.resident(tag) for tag in Tag}
+    tags = list(Tag) if rig.sees("memory") else []
+    before = {tag: rig.ut.resident(tag) for tag in tags}
     await rig.replica.sleep(0)
-    assert {tag: rig.ut.resident(tag) for tag in Tag} == before
+    assert {tag: rig.ut.resident(tag) for tag in tags} == before
     await rig.check_states("RESIDENT", kv="RESIDENT")
     new = rig.submit(rig.ut.prompts[0])
     await rig.moment()
@@ -265,7 +266,7 @@ async def clear_cache_forgets(rig: Rig) -> None:
     assert report.cleared_cache, "the second pause took the first one's clear_cache back"
     await rig.replica.resume_generation()
     done = await rig.complete(prompt)
-    assert done.cached_tokens == 0, f"{done.cached_tokens} tokens of KV outlived clear_cache"
+    rig.check_uncached(done, "tokens of KV outlived clear_cache")
     rig.check_tokens(done, prompt, 1)
 
 
@@ -275,8 +276,9 @@ async def clear_cache_false_counts_stale_tokens(rig: Rig) -> None:
     await rig.load(1)
     [running] = await rig.caught(rig.ut.prompts[0])
     report = await rig.replica.pause_generation(PauseMode.KEEP, clear_cache=False)
-    assert report.stale_tokens >= len(rig.ut.prompts[0]) or report.cleared_cache, (
-        f"{report.stale_tokens} stale tokens for a prompt of {len(rig.ut.prompts[0])}"
-    )
+    if rig.sees("stale tokens"):
+        assert report.stale_tokens >= len(rig.ut.prompts[0]) or report.cleared_cache, (
+            f"{report.stale_tokens} stale tokens for a prompt of {len(rig.ut.prompts[0])}"
+        )
     await rig.replica.resume_generation()
     rig.check_tokens(await running.result(), rig.ut.prompts[0], 1)

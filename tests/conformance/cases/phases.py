@@ -15,6 +15,7 @@ from hotbunk.rollout.errors import (
     EngineFailed,
     HotbunkError,
     ReplicaLost,
+    ResumeOutOfMemory,
     TransferFailed,
     UpdateFailed,
 )
@@ -71,6 +72,25 @@ async def a_sender_hangs_in_each_phase(rig: Rig) -> None:
     await _sender_breaks(rig, hangs=True)
 
 
+async def _heals(rig: Rig, version: int, how: str) -> bool:
+    """A full update; what hangs may turn out to do so only now."""
+    try:
+        await heal(rig, version)
+    except HotbunkError:
+        if how != "hang":
+            raise
+        return False
+    return True
+
+
+async def _check_lost(rig: Rig) -> None:
+    """It says so, within the deadline that an update has over there, and answers nobody."""
+    async with asyncio.timeout(rig.ut.deadlines.update):
+        while (await rig.replica.status()).health is not Health.LOST:
+            await rig.moment()
+    await expect(ReplicaLost, rig.complete(rig.ut.prompts[0]))
+
+
 async def _engine_breaks(rig: Rig, how: str) -> None:
     version, tried = 1, 0
     await rig.load(version)
@@ -85,14 +105,14 @@ async def _engine_breaks(rig: Rig, how: str) -> None:
         lost = (await rig.replica.status()).health is Health.LOST
         assert lost or how != "hang" or isinstance(error, DeadlineExceeded), f"{point}: {error!r}"
         version += 1
-        if lost:  # it could not even be cancelled: only a restart heals
-            await expect(ReplicaLost, rig.complete(rig.ut.prompts[0]))
-            await rig.anew()
-        elif point == "accept":
+        if not lost and point == "accept":
             assert await rig.snapshot() == before, "it failed before a byte, and changed"
-        else:
+        elif not lost:
             await check_poisoned(rig)
-        await heal(rig, version)
+        if lost or not await _heals(rig, version, how):
+            await _check_lost(rig)
+            await rig.anew()
+            await heal(rig, version)
     if not tried:
         raise NotApplicable(f"nothing can be made to {how} inside the engine")
 
@@ -138,6 +158,30 @@ async def an_engine_fails_in_a_memory_verb(rig: Rig) -> None:
 def _mildest(rig: Rig) -> Retention:
     backs_up = Retention.BACKUP in rig.caps.retentions
     return Retention.BACKUP if backs_up else Retention.DISCARD
+
+
+@case(level=Level.FAULT, capability="pause.abort release")
+async def a_resume_without_room_is_undone(rig: Rig) -> None:
+    """Somebody else took the memory: a typed error at once, all as before, a later wake works (M6).
+
+    No room for either tag, so also with the other one mapped already.
+    """
+    rig.off_device()
+    level = 1 if Retention.BACKUP in rig.caps.retentions else 2
+    for version, tag in enumerate(Tag, start=1):
+        await rig.load(version)
+        await rig.replica.sleep(level)
+        asleep = await rig.snapshot()
+        if not rig.ut.starve(tag):
+            raise NotApplicable("the device cannot be made to refuse")
+        error = await expect(ResumeOutOfMemory, rig.replica.wake_up())
+        assert tag.value in error.tag.split(","), f"the error names {error.tag}"
+        assert error.needed > error.free, f"{error.needed} needed and {error.free} free"
+        assert await rig.snapshot() == asleep, "a wake that failed left something mapped"
+        await rig.replica.wake_up()
+        if level == 2:
+            await rig.load(version)
+        await rig.check_golden(version)
 
 
 @case(level=Level.FAULT)

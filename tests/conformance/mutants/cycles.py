@@ -34,6 +34,27 @@ def each_cycle_leaks_a_byte(patch: Patches) -> None:
     patch.setattr(Device, "unmap", leak)
 
 
+@mutant("a_resume_without_room_is_undone")
+def a_wake_without_room_keeps_half(patch: Patches) -> None:
+    """What a failed resume mapped before it ran out stays mapped (M6)."""
+    original = Device.unmap
+    resuming: list[bool] = []
+    resume = Arenas.resume
+
+    async def halfway(self: Arenas, tags: Any) -> Any:
+        resuming.append(True)
+        try:
+            return await resume(self, tags)
+        finally:
+            resuming.clear()
+
+    def keep(self: Device, tag: str, group: str) -> int:
+        return 0 if resuming else original(self, tag, group)
+
+    patch.setattr(Arenas, "resume", halfway)
+    patch.setattr(Device, "unmap", keep)
+
+
 @mutant("golden_after_a_kv_only_release")
 def a_kv_release_loses_weights(patch: Patches) -> None:
     """Weights go with the KV cache, and nobody says so (K6)."""
