@@ -92,6 +92,17 @@ class HotbunkError(Exception):
         self.where = f"{where}: {self.where}" if self.where else where
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy (Ray makes them) is not made by the constructor: subclasses build their text from
+        # arguments that are fields no more.
+        return _again, (type(self), self.what), vars(self)
+
+
+def _again(kind: type[HotbunkError], what: str) -> HotbunkError:
+    error = kind.__new__(kind)
+    HotbunkError.__init__(error, what)
+    return error
+
 
 # -- usage ------------------------------------------------------------------------------------
 

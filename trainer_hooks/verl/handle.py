@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
@@ -94,12 +95,11 @@ class _ActorRemote:
             raise self._lost(error) from error
 
     async def close(self) -> None:
-        """End the replica and its actor."""
+        """End the replica and its actor. Idempotent: one that is dead has ended."""
         import ray
 
-        try:
+        with suppress(ray.exceptions.RayActorError):
             await self.actor.close.remote()
-        finally:
             ray.kill(self.actor)
 
     def _lost(self, error: Exception) -> ReplicaLost:

@@ -7,8 +7,10 @@ say so. It dies with the actor. Which interpreter runs it is the configuration's
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -34,6 +36,7 @@ from hotbunk.trainer_hooks.verl.handle import Answer, Introduction, answered
 from hotbunk.trainer_hooks.verl.payloads import payload
 
 log = logging.getLogger(__name__)
+TOKEN_OUTPUT = "verl.workers.rollout.replica"
 _SAMPLING = frozenset(field.name for field in msgspec.structs.fields(Sampling))
 # What verl asks for that changes nothing where it has this value.
 _NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
@@ -70,7 +73,12 @@ class RolloutServer:
         :raises HotbunkError: what kept it from starting.
         """
         if self._started is None:
-            self._started = await process.start(self._spec)
+            # verl takes seconds to import, and its tokens' type is wanted with the first ones.
+            loading = asyncio.create_task(asyncio.to_thread(import_module, TOKEN_OUTPUT))
+            try:
+                self._started = await process.start(self._spec)
+            finally:
+                await loading
 
     async def restart(self) -> None:
         """Start a lost replica anew, without content: a sync brings it. One that lives is left.
@@ -197,7 +205,7 @@ class RolloutServer:
         :raises UsageError: a sampling parameter that does not exist here.
         :raises HotbunkError: what the replica raises.
         """
-        from verl.workers.rollout.replica import TokenOutput
+        TokenOutput: Any = import_module(TOKEN_OUTPUT).TokenOutput  # noqa: N806
 
         media = {
             "image": image_data,

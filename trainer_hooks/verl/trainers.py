@@ -17,6 +17,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
 
 from hotbunk.rollout.contract import Deployment, PauseMode
+from hotbunk.trainer_hooks.verl import surfaces
 from hotbunk.trainer_hooks.verl.settings import SECTION, backend_of, settings
 
 ACTORS = frozenset({"actor", "actor_rollout", "actor_rollout_ref"})
@@ -50,6 +51,7 @@ class _Synced:
     pauses: ClassVar[Mapping[str, Any]] = MappingProxyType({"pause": PauseMode.ABORT})
 
     def __init__(self, config: Any) -> None:
+        surfaces.check()
         super().__init__(prepared(config, self.mode))  # type: ignore[call-arg]
 
     def _init_resource_pool_mgr(self) -> None:

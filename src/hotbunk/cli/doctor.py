@@ -16,21 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hotbunk import __version__
+from hotbunk.cli import trainers
+from hotbunk.cli.finding import Finding
 from hotbunk.rollout import allocator, native, registry
 from hotbunk.rollout.errors import Unsupported
 from hotbunk.rollout.memory import NativePool
 from hotbunk.rollout.native_kernels import Variant
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One thing: whether it can be used here; if not, why, and what would change that."""
-
-    kind: str
-    name: str
-    usable: bool
-    why: str = ""
-    remedy: str = ""
-
 
 # What a backend or transport imports when it is built, beyond hotbunk itself.
 _NEEDS = {
@@ -73,6 +64,7 @@ def findings() -> list[Finding]:
         *_native(),
         *_plugins("backend", registry.BACKENDS),
         *_plugins("transport", registry.TRANSPORTS),
+        *trainers.findings(),
     ]
 
 

@@ -1,0 +1,103 @@
+"""Unmodified verl trains with the reference engine, and goes on when syncs fail.
+
+``training/rollout_probs_diff_max`` is the oracle: the engine's probability of each token against the
+trainer's, in float32 about 1e-9 where the engine has the trainer's weights, 1e-5 where one tensor
+came times 1.05.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ORACLE = "training/rollout_probs_diff_max"
+EXACT = 1e-6
+
+
+@pytest.mark.timeout(900)
+def test_grpo_learns_through_three_kinds_of_failed_syncs(jobs: ModuleType, assets: Path) -> None:
+    """A trainer that fails mid-sync, a tensor changed on its way, an engine killed at a bucket."""
+    faults = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.hotbunk_faulty"
+    job = jobs.run(
+        assets,
+        "+verl=[grpo,cpu,tiny]",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=hotbunk_faulty",
+        f"+{faults}.cut=[3]",
+        f"+{faults}.scale=[5]",
+        f"+{faults}.kill=[7]",
+        steps=14,
+        seconds=800,
+    )
+    assert len(job.steps) == 14, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column(ORACLE)) <= EXACT
+    failed = [int(n) for n in job.column("checkpoint_engine/failed_attempts")]
+    assert failed == [0, 0, 1, 0, 1, 0, 1, *[0] * 7]
+    assert job.column("checkpoint_engine/committed") == [1] * 14
+    reward = job.column("critic/score/mean")
+    assert sum(reward[-4:]) / 4 > 2 * sum(reward[:2]) / 2, reward
+    for step, came_of_it in ((3, "rolled back"), (5, "poisoned"), (7, "lost")):
+        assert re.search(rf"attempt 1: version 0\.{step} .*{came_of_it}", job.output), came_of_it
+
+
+ADAPTER = (
+    "actor_rollout_ref.model.lora_rank=4",
+    "actor_rollout_ref.model.lora_alpha=8",
+    "actor_rollout_ref.model.target_modules=[q_proj,v_proj,down_proj]",
+)
+# Elements of the two matrices of each target: rank x (in + out), two layers, four bytes each.
+ADAPTER_BYTES = 4 * 2 * 4 * ((64 + 64) + (64 + 32) + (128 + 64))
+
+
+@pytest.mark.timeout(700)
+def test_an_adapter_reaches_the_engine_apart_from_its_base(jobs: ModuleType, assets: Path) -> None:
+    """verl's engine wakes without its base where nobody said that it must survive (NaN at step 2)."""
+    job = jobs.run(assets, "+verl=[grpo,cpu,tiny]", *ADAPTER, steps=4, seconds=600)
+    assert len(job.steps) == 4, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column(ORACLE)) <= EXACT
+    assert job.column("checkpoint_engine/bytes") == [ADAPTER_BYTES] * 4
+
+
+@pytest.mark.timeout(700)
+def test_a_merged_adapter_of_two_trainer_ranks_reaches_both_replicas(
+    jobs: ModuleType, assets: Path
+) -> None:
+    """FSDP2 over two ranks, each with an engine beside it; weights in the type they are trained in."""
+    job = jobs.run(
+        assets,
+        "+verl=[grpo,cpu,tiny]",
+        *ADAPTER,
+        "actor_rollout_ref.model.lora.merge=true",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=hotbunk_collective",
+        steps=3,
+        seconds=600,
+    )
+    assert len(job.steps) == 3, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column(ORACLE)) <= EXACT
+    assert job.column("checkpoint_engine/committed") == [2] * 3
+
+
+@pytest.mark.timeout(700)
+def test_engines_elsewhere_get_the_adapter_while_requests_are_in_flight(
+    jobs: ModuleType, assets: Path
+) -> None:
+    """In verl 0.9.1 an adapter never reaches them. lr=0: the schedule is off-policy."""
+    job = jobs.run(
+        assets,
+        "+verl=[separate_async,cpu,tiny]",
+        *ADAPTER,
+        "actor_rollout_ref.actor.optim.lr=0",
+        steps=3,
+        seconds=600,
+    )
+    assert len(job.steps) == 3, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column(ORACLE)) <= EXACT
+    assert job.column("checkpoint_engine/committed") == [1] * 3
+    assert job.column("checkpoint_engine/bytes") == [ADAPTER_BYTES] * 3

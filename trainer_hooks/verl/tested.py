@@ -1,0 +1,3 @@
+"""Versions of verl that the plugin was tested with. Importable without verl."""
+
+TESTED = ("0.9.1",)
