@@ -7,6 +7,7 @@ and a reward that a random model learns quickly. ``configs/verl/tiny.yaml`` name
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 
 CHAT = (
@@ -24,7 +25,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 def make(root: Path) -> Path:
     """Write ``model``, ``train.parquet`` and ``reward.py`` into ``root``."""
     root.mkdir(parents=True, exist_ok=True)
-    import pandas as pd
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -72,7 +72,8 @@ def make(root: Path) -> Path:
         }
         for i in range(64)
     ]
-    pd.DataFrame(rows).to_parquet(root / "train.parquet")
+    table = import_module("pyarrow").Table.from_pylist(rows)
+    import_module("pyarrow.parquet").write_table(table, root / "train.parquet")
     (root / "reward.py").write_text(REWARD)
     return root
 
