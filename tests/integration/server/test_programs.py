@@ -17,9 +17,9 @@ from hotbunk.trainer_hooks.recipes.train import train
 DRIVER = Path(__file__).parents[1] / "programs" / "http_driver.py"
 
 
-def _drive(url: str) -> subprocess.CompletedProcess[str]:
+def _drive(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-I", str(DRIVER), url],
+        [sys.executable, "-I", str(DRIVER), *arguments],
         capture_output=True,
         text=True,
         timeout=100,
@@ -32,6 +32,24 @@ def test_the_independent_driver_holds_entirely(server: Any) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith("checks, 0 broken")
     assert len(done.stdout.splitlines()) > 28
+
+
+def test_the_driver_tells_what_does_not_hold(ranked: Any, key_file: Path) -> None:
+    """A server without its prefix cache, then one that wants a key, then nobody at all."""
+    plain = _drive(ranked.url, "--api-key-file", str(key_file), "--without", "lifecycle")
+    lines = plain.stdout.splitlines()
+    assert plain.returncode == 1
+    assert lines[0] == "left out: lifecycle"
+    broken = [line for line in lines if line.startswith("BROKEN")]
+    whole = [line.split(maxsplit=1)[1] for line in broken]
+    assert all(line.startswith(("R0", "R1", "R2", "R3")) for line in whole), plain.stdout
+    assert lines[-1].endswith(f"checks, {len(broken)} broken")
+    assert broken
+    for url in (ranked.url, "http://127.0.0.1:9"):
+        nobody = _drive(url)
+        assert (nobody.returncode, nobody.stderr) == (1, "")
+        assert nobody.stdout.startswith("nobody to ask")
+    ranked.ok("/resume")
 
 
 @pytest.mark.anyio
