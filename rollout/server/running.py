@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from hotbunk.rollout.contract import PauseMode
 from hotbunk.rollout.errors import ConfigError, HotbunkError
+from hotbunk.rollout.server.guard import Punctual
 from hotbunk.rollout.server.plane import Plane
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ def make_server(app: FastAPI, ready: Callable[[], object] = lambda: None) -> _Se
     """A server of the application; ``await server.serve([sock])``, and ``server.stop()`` ends it."""
     config = uvicorn.Config(
         app,
+        http=Punctual,
         log_level="warning",
         access_log=False,
         backlog=BACKLOG,

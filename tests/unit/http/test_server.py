@@ -17,6 +17,7 @@ from hotbunk.conformance.tickets import ticket
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import PauseMode, Ticket
 from hotbunk.rollout.process import start_replica
+from hotbunk.rollout.server import guard
 from hotbunk.rollout.server.problems import from_problem, problem
 from hotbunk.rollout.server.settings import digest_key, read_keys
 
@@ -269,6 +270,41 @@ async def test_bodies_have_a_limit(place: Any) -> None:
             continue  # cut off while it was still sending
         assert unsaid.status_code == 413, path
     await _ok(client, "/v1/completions", _asked())
+
+
+async def test_who_takes_too_long_to_ask_is_not_waited_for(
+    place: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silent, a head in drops, a body in drops; who has asked may wait for its answer."""
+    monkeypatch.setattr(guard, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.5)
+    served = await place.oracle(step_time=0.01)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n"
+
+    async def answered(first: bytes, drop: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        reading = asyncio.create_task(reader.read())
+        try:
+            writer.write(first)
+            while drop and not reading.done():
+                writer.write(drop)
+                await asyncio.sleep(0.05)
+            return await reading
+        except ConnectionError:
+            return b""
+        finally:
+            reading.cancel()
+            writer.close()
+
+    async with asyncio.timeout(20):
+        assert await answered(b"", b"") == b""
+        assert await answered(head, b"X-a: b\r\n") == b""
+        late = await answered(head + b"\r\n", b" ")
+    assert late.startswith(b"HTTP/1.1 408"), late
+    client = await place.client(served.url)
+    whole = await _ok(client, "/v1/completions", _asked(200))  # two seconds
+    assert whole["usage"]["completion_tokens"] == 200
+    assert (await client.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
