@@ -431,3 +431,11 @@ def test_a_chart_of_large_numbers_is_drawn() -> None:
     assert "8,000" in charts.line_chart([curve], "speed") or "8000" in charts.line_chart(
         [curve], "speed"
     )
+
+
+def test_engines_that_died_are_told_and_none_is_no_card(tmp_path: Path) -> None:
+    rows = [step_line(0, **{"rollout/restarts": 0}), step_line(1, **{"rollout/restarts": 2})]
+    page = write_report(write_metrics(tmp_path / "died", *rows)).read_text()
+    assert "engines replaced" in page
+    calm = write_report(write_metrics(tmp_path / "calm", step_line(0))).read_text()
+    assert "engines replaced" not in calm

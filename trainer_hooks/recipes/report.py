@@ -129,6 +129,9 @@ def _cards(run: Run) -> str:
             cards.append(
                 (name, charts.bytes_text(max(asleep)), f"{charts.bytes_text(max(awake))} awake")
             )
+    replaced = sum(run.curve("rollout/restarts")[1])
+    if replaced:
+        cards.append(("engines replaced", f"{replaced:.0f}", "they died; a full sync healed each"))
     cards += report_beside.cards(run)
     gaps = run.curve("rollout/logprob_diff_max")[1]
     if gaps:
