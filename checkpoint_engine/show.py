@@ -170,7 +170,9 @@ def _rate(one: ReplicaOutcome) -> str:
 
 
 def _mb(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / 1e6:.1f}"
+    if nbytes is None:
+        return "-"
+    return f"{nbytes / 1e6:.1f}" if nbytes >= 1e6 or not nbytes else f"{nbytes / 1e6:.2g}"
 
 
 def _ms(seconds: float | None) -> str:
