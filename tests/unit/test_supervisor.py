@@ -97,6 +97,18 @@ async def test_a_dead_one_is_replaced_and_routable_at_the_current_version_only_n
         assert {h.name for h in manager.routable()} == {"r0", "r1", "r2"}
 
 
+async def test_where_there_is_no_room_the_dead_go_and_nobody_comes_n3() -> None:
+    async with supervised() as (manager, handles, supervisor, starts):
+        kill(handles[1])
+        await supervisor.check(start=False)
+        await asyncio.sleep(20 * RULES.backoff)
+        await supervisor.check(start=False)
+        assert (supervisor.slots["r1"], starts.at) == (None, [])
+        assert [h.name for h in manager.replicas] == ["r0", "r2"]
+        await until(supervisor, lambda: supervisor.slots["r1"] is not None)
+        assert len(starts.at) == 1
+
+
 async def test_under_lazy_the_successor_takes_what_is_published_at_once_n1() -> None:
     async with supervised(strategy="lazy") as (manager, handles, supervisor, _):
         await manager.update_weights(Weights(7), Version(0, 7))
