@@ -234,7 +234,7 @@ async def test_a_source_that_hangs_ends_at_the_deadline(
 ) -> None:
     let_go = threading.Event()
     process = await spawn()
-    offer, serving = await shm.offer(transport, Failing(5, let_go), BUCKET, deadline=1.0)
+    offer, serving = await shm.offer(transport, Failing(5, let_go), BUCKET, deadline=3.0)
     said = await process.tell(offer.tickets[0])
     assert said["error"] == "TransferFailed"
     with pytest.raises(DeadlineExceeded):
