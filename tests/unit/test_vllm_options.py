@@ -15,7 +15,14 @@ from hotbunk.rollout.options import convert
 from hotbunk.rollout.registry import create_backend
 
 KNOWN = dict.fromkeys(
-    [*VllmOptions.__struct_fields__, "disable_log_stats", "use_tqdm_on_load", "swap_space"]
+    [
+        *VllmOptions.__struct_fields__,
+        "disable_log_stats",
+        "swap_space",
+        "use_tqdm_on_load",
+        "weight_transfer_config",
+        "worker_cls",
+    ]
 )
 
 
@@ -31,7 +38,10 @@ def made(**options: Any) -> VllmOptions:
         ({"max_num_seqs": "many"}, "max_num_seqs"),
         ({"engine_args": {"dtype": "float32"}}, "option of its own"),
         ({"engine_args": {"enable_lora": True}}, "adapters"),
-        ({"engine_args": {"data_parallel_size": 2}}, "replica"),
+        ({"engine_args": {"data_parallel_size": 2}}, "option of its own"),
+        ({"engine_args": {"pipeline_parallel_size": 2}}, "pipeline"),
+        ({"engine_args": {"worker_cls": "mine"}}, "pool"),
+        ({"data_parallel_size": 0}, "data_parallel_size"),
     ],
     ids=str,
 )
@@ -46,6 +56,17 @@ def test_engine_args_pass_and_unknown_ones_do_not() -> None:
     assert "engine_args" not in chosen
     with pytest.raises(ConfigError, match="swap_space"):
         made(engine_args={"swap_spaces": 1}).to_engine_args(KNOWN)
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize("sleep", [True, False])
+def test_who_gives_memory_back(monkeypatch: pytest.MonkeyPatch, cpu: bool, sleep: bool) -> None:
+    """On CPUs a worker of ours; vLLM refuses its own sleep there."""
+    monkeypatch.setattr(module, "is_cpu_build", lambda: cpu)
+    chosen = made(enable_sleep_mode=sleep).to_engine_args(KNOWN)
+    assert chosen.get("worker_cls") == (module.POOLED if cpu and sleep else None)
+    assert chosen.get("enable_sleep_mode") == (None if cpu else sleep)
+    assert chosen["weight_transfer_config"] == {"backend": "hotbunk"}
 
 
 def test_the_tokenizer_is_skipped_where_there_is_none(tmp_path: Path) -> None:

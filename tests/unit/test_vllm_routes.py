@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
 
-from hotbunk.rollout.backends.vllm.routes import Named, Routes
-from hotbunk.rollout.backends.vllm.update import Bound, Receiver, merged
+from hotbunk.rollout.backends.vllm.landing import Landing, placement_of, slices_of
+from hotbunk.rollout.backends.vllm.routes import Named, Piece, Route, Routes
+from hotbunk.rollout.backends.vllm.update import merged
 from hotbunk.rollout.binding import dtype_name
-from hotbunk.rollout.contract import Placement
-from hotbunk.rollout.errors import ConfigError
+from hotbunk.rollout.contract import Bucket, BucketEntry, Manifest, TensorSpec, Version
+from hotbunk.rollout.errors import ConfigError, TiedMismatch
 from hotbunk.rollout.fingerprint import fingerprint_bytes
 from hotbunk.rollout.kernels import as_bytes, fingerprint
+from hotbunk.rollout.process.grid import DIFFERENT, union_of
 
 HIDDEN, VOCABULARY, PADDED = 8, 11, 16
 
@@ -110,6 +113,13 @@ def test_ties_are_found_by_the_models_own_names() -> None:
     assert torch.equal(routes["embed.weight"].read(), new)
 
 
+def together(ranks: Sequence[Routes]) -> dict[str, int]:
+    return union_of(
+        [{n: fingerprint(r.read()) for n, r in it.items()} for it in ranks],
+        [{n: part for n, r in it.items() if (part := slices_of(r))} for it in ranks],
+    )
+
+
 def test_shards_add_up_to_the_whole() -> None:
     tensors = checkpoint()
     ranks = [routed(Engine(rank, 2), tensors) for rank in range(2)]
@@ -122,16 +132,89 @@ def test_shards_add_up_to_the_whole() -> None:
                 "uncovered": [],
             }
             for it in ranks
-        ]
+        ],
+        2,
     )
-    assert bound.ranks == 2
-    said = [{n: [fingerprint(r.read()), r.elements] for n, r in it.items()} for it in ranks]
-    joined = Receiver(bound)._joined(said)
+    assert set(bound.placements) == {*tensors, "head.weight"}
+    joined = together(ranks)
     for name, tensor in tensors.items():
         assert joined[name] == fingerprint_bytes(as_bytes(tensor).numpy().tobytes()), name
     ranks[1]["norm"].write(torch.ones(HIDDEN))
-    said = [{n: [fingerprint(r.read()), r.elements] for n, r in it.items()} for it in ranks]
-    assert Receiver(bound)._joined(said)["norm"] == -1, "two ranks differ and nobody noticed"
+    assert together(ranks)["norm"] == DIFFERENT, "two ranks differ and nobody noticed"
+
+
+def specs(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        TensorSpec(n, tuple(t.shape), dtype_name(t.dtype), t.numel() * t.element_size())
+        for n, t in tensors.items()
+    )
+
+
+def sent(tensors: Mapping[str, torch.Tensor], routes: Routes) -> Iterator[Bucket]:
+    """Small buckets of what a rank asks for, each spoiled once the next is asked for."""
+    for index, (name, tensor) in enumerate(tensors.items()):
+        box = placement_of(routes[name], None).slices or [(0, n) for n in tensor.shape]
+        part = tensor[tuple(slice(start, start + size) for start, size in box)]
+        content = as_bytes(part.contiguous()).numpy().tobytes()
+        for start in range(0, len(content), 48):
+            piece = bytearray(content[start : start + 48])
+            yield Bucket(memoryview(piece), (BucketEntry(index, start, len(piece), 0),))
+            piece[:] = bytes(len(piece))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_each_rank_takes_its_part_and_it_lands_where_the_loader_puts_it(shards: int) -> None:
+    old, new = checkpoint(), checkpoint(1)
+    for rank in range(shards):
+        model, fresh = Engine(rank, shards), Engine(rank, shards)
+        routes = routed(model, old)
+        landing = Landing(Manifest(Version(0, 1), specs(new)), routes)
+        for bucket in sent(new, routes):
+            landing.write(bucket)
+        assert landing.finish() == len(new)
+        fresh.load_weights(new.items())
+        for (name, got), (_, want) in zip(
+            model.named_parameters(), fresh.named_parameters(), strict=True
+        ):
+            assert torch.equal(got, want), name
+        expected = {}
+        for name, tensor in new.items():
+            box = placement_of(routes[name], None).slices or [(0, n) for n in tensor.shape]
+            part = tensor[tuple(slice(start, start + size) for start, size in box)]
+            expected[name] = fingerprint(part.contiguous())
+        assert landing.differing(expected) == []
+        routes["k"].write(old["k"])
+        assert landing.differing(expected) == ["k"]
+
+
+def test_tied_tensors_of_two_contents_are_found_out() -> None:
+    old = checkpoint()
+    routes = routed(Engine(), old)
+    both = {"embed.weight": old["embed.weight"], "head.weight": old["embed.weight"] + 1}
+    landing = Landing(Manifest(Version(0, 1), specs(both)), routes)
+    buckets = list(sent(both, routes))
+    for bucket in buckets[:-1]:
+        with suppress(TiedMismatch):
+            landing.write(bucket)
+    with pytest.raises(TiedMismatch):
+        landing.write(buckets[-1])
+
+
+def test_what_lies_in_pieces_is_sent_whole() -> None:
+    """Every second row, say: no box, so it is collected first and then scattered."""
+    parameter = torch.zeros(3, 4)
+    whole = torch.arange(24.0).view(6, 4)
+    route = Route((6, 4), [Piece(parameter, 0, (3, 4), (8, 1))])
+    assert placement_of(route, None).slices == ()
+    assert placement_of(route, None).shape == (6, 4)
+    routes = {"w": route}
+    landing = Landing(Manifest(Version(0, 1), specs({"w": whole})), routes)
+    for bucket in sent({"w": whole}, routes):  # type: ignore[arg-type]
+        landing.write(bucket)
+    assert landing.finish() == 1
+    assert torch.equal(parameter, whole[::2])
+    assert landing.differing({"w": fingerprint(whole)}) == []
+    assert landing.differing({"w": 1}) == ["w"]
 
 
 def test_a_cast_is_followed_and_seen() -> None:
@@ -176,14 +259,9 @@ def test_a_loader_that_goes_other_ways_is_found_out() -> None:
 def test_an_engine_that_cannot_be_updated_does_not_start(change: dict[str, object]) -> None:
     said = {"tensors": {"q": ("float32", (8, 8), 64)}, "ties": [], "transformed": []}
     with pytest.raises(ConfigError, match=r"q|norm"):
-        merged([{**said, "uncovered": [], **change}])
+        merged([{**said, "uncovered": [], **change}], 1)
 
 
 def test_an_empty_engine_does_not_start() -> None:
     with pytest.raises(ConfigError, match="nothing"):
-        merged([{"tensors": {}, "ties": [], "transformed": [], "uncovered": []}])
-
-
-def test_state_that_no_checkpoint_names_has_a_digest_too() -> None:
-    bound = Bound({"q": Placement("float32", (2,))}, [], 1)
-    assert Receiver(bound)._joined([{"rotary": [7, 3], "q": [5, 2]}]) == {"rotary": 7, "q": 5}
+        merged([{"tensors": {}, "ties": [], "transformed": [], "uncovered": []}], 1)

@@ -20,10 +20,12 @@ def create(**options: Any) -> Engine:
 
     :raises ConfigError: an unknown option, a bad value, or a vLLM that lacks what is needed.
     """
+    from hotbunk.rollout.backends.vllm import compat
     from hotbunk.rollout.backends.vllm.options import VllmOptions, prepare_environment
     from hotbunk.rollout.options import convert
 
     chosen = convert(options, VllmOptions, "backend vllm")
+    compat.check()
     prepare_environment(chosen)  # vLLM and OpenMP read it while they are imported
     try:
         with warnings.catch_warnings():

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs.engine import tokens_input
@@ -14,44 +15,41 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from hotbunk.rollout import errors
-from hotbunk.rollout.backends.vllm import compat
+from hotbunk.rollout.backends.vllm.declared import declared
+from hotbunk.rollout.backends.vllm.links import Links
 from hotbunk.rollout.backends.vllm.options import VllmOptions
 from hotbunk.rollout.backends.vllm.pauses import Flight
+from hotbunk.rollout.backends.vllm.stats import Stats
 from hotbunk.rollout.backends.vllm.streams import Stream, sampling_params
 from hotbunk.rollout.backends.vllm.update import Receiver, merged
 from hotbunk.rollout.contract import (
     FULL,
-    NATIVE,
     TARGET,
-    Ability,
     AbortReport,
-    ArenaReport,
     BackendStatus,
     Cache,
-    Capabilities,
     Digests,
     Engine,
-    Gate,
     GenerateRequest,
     MemoryReport,
     PauseMode,
     PauseReport,
     Retention,
     Scope,
-    Support,
     Tag,
+    Ticket,
     TokenChunk,
     Transfer,
     UpdateReport,
     Version,
     parse_tags,
-    unsupported,
 )
-from hotbunk.rollout.fingerprint import KIND
+from hotbunk.rollout.process import union
+from hotbunk.rollout.process.ranked import RankedEngine
+from hotbunk.rollout.process.ranked_update import RankedTransfer
+from hotbunk.rollout.watch import WatchedTransfer
 
 WORKER = "hotbunk.rollout.backends.vllm.worker.WorkerExtension"
-_NO_SLEEP = unsupported("vLLM's sleep is not mapped yet; stock vLLM frees nothing on CPUs")
-_CACHES = frozenset({Cache.PREFIX, Cache.MULTIMODAL, Cache.ENCODER})
 
 
 class VllmEngine(Engine):
@@ -61,32 +59,16 @@ class VllmEngine(Engine):
     so no request ever shares KV with one of another version.
     """
 
+    worker_extension = WORKER
+
     def __init__(self, options: VllmOptions) -> None:
-        compat.check()
         known = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
         self._args = options.to_engine_args(known)
         self.options = options
-        self.capabilities = Capabilities(
-            backend="vllm",
-            release=_NO_SLEEP,
-            release_kv_cache=_NO_SLEEP,
-            retentions=frozenset({Retention.RESIDENT}),
-            pause={
-                PauseMode.ABORT: NATIVE,
-                # vLLM's own wait leaves queued requests queued, also those a keep put there.
-                PauseMode.WAIT: Ability(
-                    Support.NATIVE, "the adapter lets what is in flight end, then pauses vLLM"
-                ),
-                PauseMode.KEEP: NATIVE,
-            },
-            keep_release=_NO_SLEEP,
-            gate=Gate.ENGINE_PAUSE,
-            layout=NATIVE,
-            caches=_CACHES,
-            memory_measured_by="accounting",
-        )
+        self.capabilities = declared(options)
+        self.grid = options.grid
         self._llm: Any = None
-        self._stats = _Stats()
+        self._stats = Stats()
         self._flight: Flight[Stream] = Flight(lambda: self.llm)
         self._version: Version | None = None
         self._labels: dict[str, Version] = {}
@@ -94,6 +76,8 @@ class VllmEngine(Engine):
         self._cached = 0
         self._closed = False
         self._receiver: Receiver
+        self._links: Links | None = None
+        self._away: set[Tag] = set()
 
     @property
     def llm(self) -> AsyncLLM:
@@ -109,20 +93,27 @@ class VllmEngine(Engine):
 
         :raises ConfigError: vLLM refuses the options, or transforms the weights after loading.
         """
-        args = AsyncEngineArgs(**self._args, worker_extension_cls=WORKER)
+        self._links = links = Links(self.grid)
+        links.ranks.on_lost = self._lost
         try:
-            self._llm = await asyncio.to_thread(
-                AsyncLLM.from_engine_args, args, stat_loggers=[lambda *_: self._stats]
-            )
-        except ValueError as error:  # pydantic's are, too
-            raise errors.ConfigError(f"vLLM refuses its options: {error}") from error
-        try:
-            self._receiver = Receiver(merged(await self.llm.collective_rpc("hotbunk_bind")))
+            self._llm = await asyncio.to_thread(self._launched, links)
+            said = await self.everywhere("hotbunk_bind", str(links.folder))
+            await links.ranks.start()
+            self._receiver = Receiver(merged(said, self.grid.shards))
             await self.llm.get_supported_tasks()  # asked once, so that no request waits for it
             await self.label(Version(0, 0))
-        except BaseException:
+        except BaseException as error:
             await self.close()
+            if isinstance(error, ValueError) and not isinstance(error, errors.HotbunkError):
+                # pydantic's are, too
+                raise errors.ConfigError(f"vLLM refuses its options: {error}") from error
             raise
+
+    def _launched(self, links: Links) -> AsyncLLM:
+        """vLLM, its sockets in our folder: in /tmp it would leave them."""
+        with links.sockets():
+            args = AsyncEngineArgs(**self._args, worker_extension_cls=self.worker_extension)
+            return AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: self._stats])
 
     async def close(self) -> None:
         if self._closed:
@@ -132,16 +123,46 @@ class VllmEngine(Engine):
             stream.items.put_nowait(errors.ReplicaLost("the engine was closed"))
             stream.stop()
         llm, self._llm = self._llm, None
-        if llm is not None:
-            if llm.output_handler is not None:
-                llm.output_handler.cancel()  # else it calls the orderly end a failure
-            await asyncio.to_thread(llm.shutdown)
+        if self._links is not None:
+            self._links.remove()  # first: vLLM may take longer to end than we are given
+        try:
+            if llm is not None:
+                if llm.output_handler is not None:
+                    llm.output_handler.cancel()  # else it calls the orderly end a failure
+                await asyncio.to_thread(llm.shutdown)
+        finally:
+            if self._links is not None:
+                await self._links.close()
+
+    def _lost(self, why: str) -> None:
+        if not self._closed and self.on_lost is not None:
+            self.on_lost(why)
+
+    @property
+    def ranks(self) -> RankedEngine:
+        """All workers together. :raises ReplicaLost: vLLM is not up."""
+        _ = self.llm
+        assert self._links is not None
+        return self._links.ranks
+
+    async def everywhere(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every worker of every engine core; what each returned, in order.
+
+        vLLM's own ``collective_rpc`` returns those of the first engine core only.
+        """
+        said = await self.llm.engine_core.call_utility_all_async(
+            "collective_rpc", method, None, args, {}
+        )
+        return [one for core in said for one in core]
 
     # -- the five verbs -----------------------------------------------------------------------
 
     async def resume(self, tags: Collection[str] | None = None) -> MemoryReport:
-        parse_tags(tags)
-        return await self.memory()  # nothing ever left
+        """In every worker or in none. vLLM's scheduler is not told: its own wake-up would open it."""
+        wanted = parse_tags(tags)
+        report = await self.ranks.resume(wanted)
+        self._away -= set(wanted)
+        return report
 
     async def resume_kv_cache(self) -> MemoryReport:
         return await self.resume([Tag.KV_CACHE])
@@ -154,19 +175,59 @@ class VllmEngine(Engine):
         overrides: Mapping[str, Retention] | None = None,
         keep_kv: bool = False,
     ) -> MemoryReport:
-        if parse_tags(tags):
-            raise errors.Unsupported("release", self.capabilities.backend, _NO_SLEEP.how)
-        return await self.memory()
+        """In every worker or in none. Frozen requests lose their KV and are computed again."""
+        wanted = parse_tags(tags)
+        caps = self.capabilities
+        ability = caps.keep_kv if keep_kv else caps.release
+        if not ability:
+            raise errors.Unsupported("keep_kv" if keep_kv else "release", caps.backend, ability.how)
+        if Tag.WEIGHTS in wanted and retention not in caps.retentions:
+            raise errors.Unsupported(f"retention {retention.value!r}", caps.backend)
+        if not wanted:
+            return await self.memory()
+        flight = self._flight
+        if not flight.standing_still:
+            raise errors.RequestsInFlight(list(flight.streams), "release", 0.0)
+        frozen = 0
+        if Tag.KV_CACHE in wanted:
+            frozen = sum(1 for stream in flight.alive().values() if stream.tokens)
+            await self.reset_caches(None)
+        stays = {Tag.WEIGHTS} if retention is Retention.RESIDENT else set()
+        new = set(wanted) - stays - self._away
+        self._away |= new
+        try:
+            report = await self.ranks.release(wanted, retention=retention, overrides=overrides)
+        except (errors.Unsupported, errors.HostOutOfMemory, errors.MemoryFault):
+            self._away -= new  # nothing was released
+            raise
+        return msgspec.structs.replace(report, recomputed_requests=frozen)
 
     async def release_kv_cache(self, *, keep_kv: bool = False) -> MemoryReport:
-        return await self.release([Tag.KV_CACHE])
+        return await self.release([Tag.KV_CACHE], keep_kv=keep_kv)
+
+    async def open_transfer(self, ticket: Ticket) -> Transfer:
+        """Each worker opens its own end: one hop from the trainer."""
+        return await self.ranks.open_transfer(ticket)
 
     async def update_weights(
         self, transfer: Transfer, *, version: Version, scope: Scope = FULL
     ) -> UpdateReport:
+        """Received in the workers (a ticket's transfer), or here and handed on (any other)."""
         if not self._flight.standing_still:
             raise errors.RequestsInFlight(list(self._flight.streams), "update_weights", 0.0)
-        return await self._receiver.receive(self, transfer, version, scope)
+        if Tag.WEIGHTS in self._away:
+            raise errors.WeightsNotResident(TARGET, "released")
+        inner = transfer.inner if isinstance(transfer, WatchedTransfer) else transfer
+        if not isinstance(inner, RankedTransfer):
+            return await self._receiver.receive(self, transfer, version, scope)
+        await transfer.accept(None)
+        async for _ in transfer.buckets():
+            pass
+        await transfer.fingerprints()
+        await self.forget_old_versions()
+        await transfer.commit()
+        await self.label(version)
+        return union.update(inner.reports, inner.wanted, len(inner.manifest.tensors))
 
     async def label(self, version: Version) -> None:
         """Stamp every later token with this version."""
@@ -215,17 +276,22 @@ class VllmEngine(Engine):
         return await self._flight.pause(mode, clear_cache)
 
     async def resume_generation(self) -> None:
+        """:raises WeightsNotLoaded, KVNotResident: a step would touch memory that is not there."""
+        if Tag.WEIGHTS in self._away:
+            raise errors.WeightsNotLoaded(TARGET, "released")
+        if Tag.KV_CACHE in self._away:
+            raise errors.KVNotResident()
         await self._flight.resume()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> AbortReport:
         return await self._flight.abort(request_ids)
 
     async def reset_caches(self, which: Collection[Cache] | None = None) -> None:
-        wanted = _CACHES if which is None else frozenset(which)
+        wanted = self.capabilities.caches if which is None else frozenset(which)
         if Cache.PREFIX in wanted:
             # Frozen requests are recomputed: else vLLM resets nothing, and only says so.
             done = await self.llm.reset_prefix_cache(
-                reset_running_requests=True, reset_connector=False
+                reset_running_requests=True, reset_connector=True
             )
             if not done:
                 raise errors.EngineFailed("vLLM did not reset its prefix cache")
@@ -268,16 +334,10 @@ class VllmEngine(Engine):
         )
 
     async def digest(self, names: Collection[str] | None = None) -> Digests:
-        return Digests(await self._receiver.digest(self, names), KIND, self._receiver.ranks)
+        return await self.ranks.digest(names)
 
     async def memory(self) -> MemoryReport:
-        ranks = await self.llm.collective_rpc("hotbunk_memory")
-        sizes = {tag: sum(rank[tag.value] for rank in ranks) for tag in Tag}
-        arenas = (
-            ArenaReport(Tag.WEIGHTS, TARGET, sizes[Tag.WEIGHTS], sizes[Tag.WEIGHTS]),
-            ArenaReport(Tag.KV_CACHE, "", sizes[Tag.KV_CACHE], sizes[Tag.KV_CACHE]),
-        )
-        return MemoryReport(arenas, measured_by=self.capabilities.memory_measured_by)
+        return await self.ranks.memory()
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -307,29 +367,3 @@ class VllmEngine(Engine):
                 f"request {request.request_id!r} may grow to {tokens} tokens and max_model_len "
                 f"is {limit}"
             )
-
-
-class _Stats:
-    """A stat logger of vLLM's shape: counts the core's steps."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.kv_usage = 0.0
-        self.preemptions = 0
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        """Called once an output of the engine core."""
-        self.steps += 1
-        if scheduler_stats is not None:
-            self.kv_usage = scheduler_stats.kv_cache_usage
-        if iteration_stats is not None:
-            self.preemptions += iteration_stats.num_preempted_reqs
-
-    def log(self) -> None:
-        """Nothing is logged."""
-
-    def log_engine_initialized(self) -> None:
-        """Nothing is logged."""
-
-    def record_sleep_state(self, *_: Any) -> None:
-        """Sleep is not mapped."""

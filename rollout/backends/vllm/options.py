@@ -9,22 +9,25 @@ from typing import Any
 
 import msgspec
 
+from hotbunk.rollout import native
+from hotbunk.rollout.backends.vllm.plugin import BACKEND
 from hotbunk.rollout.errors import ConfigError, closest
+from hotbunk.rollout.process.grid import Grid
 
 # Options of vLLM that this adapter sets itself, or cannot keep its promises under yet.
 _RESERVED = {
     "worker_extension_cls": "it carries the adapter's part in the worker",
     "logprobs_mode": "log-probs are at the request's temperature, before truncation",
     "weight_transfer_config": "weights come through update_weights",
-    "enable_sleep_mode": "sleep is not mapped yet",
-    "data_parallel_size": "one engine is one replica: start several",
+    "worker_cls": "on CPUs it keeps weights and KV in a pool that gives memory back",
+    "pipeline_parallel_size": "ranks of a pipeline are not mapped yet",
     "speculative_config": "a draft model would keep its old weights",
     "enable_lora": "adapters are not mapped yet",
     "quantization": "quantised weights are not what the trainer sends",
     "load_format": "names and shapes are read from the checkpoint",
 }
 
-
+POOLED = "hotbunk.rollout.backends.vllm.pooled_worker.PooledCPUWorker"
 _KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_KV_BYTES = 1 << 30
 
@@ -34,7 +37,8 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``model``: a model directory (or a name that vLLM can load). ``kv_cache_memory_bytes``: bytes of
     KV cache; None leaves it to vLLM (on CPU: 1 GiB). ``skip_tokenizer_init``: None skips it where
-    the model directory holds no tokenizer. ``engine_args``: anything else vLLM takes, by name.
+    the model directory holds no tokenizer. ``enable_sleep_mode``: memory can be given back (on CPUs
+    weights and KV then lie in a pool of ours; elsewhere in vLLM's own). ``engine_args``: anything else vLLM takes, by name.
     """
 
     model: str
@@ -45,14 +49,16 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: int | None = None
     max_num_seqs: int = 256
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
+    enable_sleep_mode: bool = True
     skip_tokenizer_init: bool | None = None
     seed: int = 0
     engine_args: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_num_seqs", "tensor_parallel_size"):
+        for name in ("block_size", "max_num_seqs", "tensor_parallel_size", "data_parallel_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
         own = [f.name for f in msgspec.structs.fields(VllmOptions) if f.name != "engine_args"]
@@ -61,6 +67,11 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"engine_args names {name!r}, which is an option of its own")
             if name in _RESERVED:
                 raise ConfigError(f"engine_args must not set {name!r}: {_RESERVED[name]}")
+
+    @property
+    def grid(self) -> Grid:
+        """Its workers: each a receiver rank of an update."""
+        return Grid(data=self.data_parallel_size, tensor=self.tensor_parallel_size)
 
     def to_engine_args(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments for vLLM's ``AsyncEngineArgs``, whose fields are ``known``.
@@ -87,9 +98,13 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "kv_cache_memory_bytes": kv_bytes,
             "skip_tokenizer_init": skip,
             "disable_log_stats": True,
+            "weight_transfer_config": {"backend": BACKEND},
             "use_tqdm_on_load": False,
             **self.engine_args,
         }
+        # vLLM has no sleep on CPUs; ours needs nothing of it but the worker.
+        if is_cpu_build() and chosen.pop("enable_sleep_mode") and native.path().is_file():
+            chosen["worker_cls"] = POOLED
         for name in chosen:
             if name not in known:
                 raise ConfigError(

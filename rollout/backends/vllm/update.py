@@ -1,10 +1,14 @@
-"""Receiving weights: into one host buffer, from there into vLLM's parameters where they lie."""
+"""Receiving weights in the adapter's own process, for transfers that are open there already.
+
+They go into one host buffer, and from there into vLLM's parameters where they lie: two hops. A
+ticket is opened in the workers instead (:mod:`.inside`).
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -12,21 +16,19 @@ import psutil
 import torch
 
 from hotbunk.rollout import errors
+from hotbunk.rollout.backends.vllm.landing import open_groups
 from hotbunk.rollout.contract import (
     ITEMSIZE,
-    TARGET,
     Bucket,
     Manifest,
     Placement,
     ReceiverLayout,
     Scope,
-    ScopeKind,
     TensorSpec,
     Transfer,
     UpdateReport,
     Version,
 )
-from hotbunk.rollout.fingerprint import MASK
 from hotbunk.rollout.intake import Intake, check_offer
 
 if TYPE_CHECKING:
@@ -40,11 +42,10 @@ class Bound(msgspec.Struct, frozen=True):
 
     placements: Mapping[str, Placement]
     ties: Sequence[frozenset[str]]
-    ranks: int
 
 
-def merged(said: Sequence[Mapping[str, Any]]) -> Bound:
-    """The answers of all ranks as one.
+def merged(said: Sequence[Mapping[str, Any]], shards: int) -> Bound:
+    """The answers of all ranks as one. ``shards`` of them hold a copy of the model.
 
     :raises ConfigError: some tensor is out of reach, or not what was loaded any more.
     """
@@ -52,7 +53,7 @@ def merged(said: Sequence[Mapping[str, Any]]) -> Bound:
     uncovered = {name for rank in said for name in rank["uncovered"]}
     held: dict[str, int] = {}
     placements: dict[str, Placement] = {}
-    for rank in said:
+    for rank in said[:shards]:
         for name, (dtype, shape, elements) in rank["tensors"].items():
             placements[name] = Placement(dtype, tuple(shape))
             held[name] = held.get(name, 0) + elements
@@ -73,7 +74,7 @@ def merged(said: Sequence[Mapping[str, Any]]) -> Bound:
     # A tie on one rank is a tie; another rank of a pipeline may hold only one of the two.
     ties = {frozenset(names) for rank in said for names in rank["ties"]}
     largest = [tie for tie in ties if not any(tie < other for other in ties)]
-    return Bound(placements, largest, len(said))
+    return Bound(placements, largest)
 
 
 class Receiver:
@@ -81,18 +82,13 @@ class Receiver:
 
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
-        self.ranks = tuple(range(bound.ranks))
 
     async def receive(
         self, engine: VllmEngine, transfer: Transfer, version: Version, scope: Scope
     ) -> UpdateReport:
         """One update, as :meth:`RolloutBackend.update_weights` describes it."""
         manifest = transfer.manifest
-        if scope.kind not in (ScopeKind.FULL, ScopeKind.PARTIAL):
-            raise errors.Unsupported(f"{scope.kind.value} updates", "vllm")
-        others = {spec.group for spec in manifest.tensors} - {TARGET}
-        if others:
-            raise errors.UnsupportedTarget(f"no weight group named {errors.shown(others)}")
+        open_groups(manifest, scope)
         known = self._bound.placements
         check_offer(manifest, known, self._bound.ties)
         with Staging(manifest, known) as staging:
@@ -124,35 +120,11 @@ class Receiver:
             verified="applied" if expected else "none",
         )
 
-    async def digest(self, engine: VllmEngine, names: Collection[str] | None) -> dict[str, int]:
-        """Fingerprints as the bytes lie in the workers. :raises UnknownNames: a stranger."""
-        unknown = set(names or ()) - self._bound.placements.keys()
-        if unknown:
-            raise errors.UnknownNames(unknown)
-        wanted = None if names is None else list(names)
-        return self._joined(await engine.llm.collective_rpc("hotbunk_digest", args=(wanted,)))
-
-    async def _load(self, engine: VllmEngine, staging: Staging) -> dict[str, int]:
-        said = await engine.llm.collective_rpc("hotbunk_load", args=(staging.path, staging.table()))
-        return self._joined(said)
-
-    def _joined(self, said: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, int]:
-        """One fingerprint a tensor: it is a sum, so those of shards add up to the whole's.
-
-        A tensor that ranks hold whole must be the same on each; one that differs is reported
-        with a fingerprint that equals nothing that could be sent.
-        """
-        joined: dict[str, int] = {}
-        for name in {name for rank in said for name in rank}:
-            parts = [rank[name] for rank in said if name in rank]
-            values = {value for value, _ in parts}
-            place = self._bound.placements.get(name)
-            whole = max(e for _, e in parts) if place is None else _elements(place.shape)
-            if all(elements == whole for _, elements in parts):
-                joined[name] = values.pop() if len(values) == 1 else -1
-            else:
-                joined[name] = sum(value for value, _ in parts) & MASK
-        return joined
+    async def _load(self, engine: VllmEngine, staging: Staging) -> Mapping[str, int]:
+        """Into every worker, and read back from every one. :raises EngineFailed: some could not."""
+        await engine.everywhere("hotbunk_load", staging.path, staging.table())
+        names = [name for spec in staging.specs for name in spec.names]
+        return (await engine.ranks.digest(names)).values
 
     def _check_ties(self, manifest: Manifest, staging: Staging) -> None:
         """:raises TiedMismatch: two contents for tensors that lie in the same place."""
@@ -171,11 +143,11 @@ class Staging:
     """
 
     def __init__(self, manifest: Manifest, known: Mapping[str, Placement]) -> None:
-        self._specs = manifest.tensors
+        self.specs = manifest.tensors
         self._sizes = [
-            ITEMSIZE[known[spec.name].dtype] * _elements(spec.shape) for spec in self._specs
+            ITEMSIZE[known[spec.name].dtype] * _elements(spec.shape) for spec in self.specs
         ]
-        self._dtypes = [known[spec.name].dtype for spec in self._specs]
+        self._dtypes = [known[spec.name].dtype for spec in self.specs]
         self._offsets: list[int] = []
         total = 0
         for size in self._sizes:
@@ -219,7 +191,7 @@ class Staging:
     def table(self) -> list[list[Any]]:
         """Names, element type, shape and offset of every tensor."""
         rows: zip[tuple[TensorSpec, str, int]] = zip(
-            self._specs, self._dtypes, self._offsets, strict=True
+            self.specs, self._dtypes, self._offsets, strict=True
         )
         return [[list(s.names), dtype, list(s.shape), offset] for s, dtype, offset in rows]
 

@@ -12,26 +12,14 @@ import os
 from typing import Any
 
 import torch
-import vllm.model_executor.layers.utils as layer_utils
 from torch import nn
-from vllm.model_executor.model_loader import get_model_loader
-from vllm.platforms import current_platform
 
-from hotbunk.rollout.backends.vllm.routes import Route, Routes
+from hotbunk.rollout.arena import Survival
+from hotbunk.rollout.backends.vllm.parked import storages
+from hotbunk.rollout.backends.vllm.routes import Routes
 from hotbunk.rollout.binding import dtype_from, dtype_name
-from hotbunk.rollout.kernels import fingerprint
 
 _GREEDY = 1e-5  # a lower temperature counts as greedy in vLLM
-
-
-def _plain_linear(layer: Any, remove_weight: bool) -> None:
-    layer.cpu_linear = nn.functional.linear
-
-
-# On CPUs vLLM packs linear weights into copies that no update reaches (a tied head goes stale
-# without a word) and drops the originals. Plain ones decode about 1.5 times slower.
-if current_platform.is_cpu():
-    layer_utils.dispatch_cpu_unquantized_gemm = _plain_linear
 
 
 class WorkerExtension:
@@ -39,27 +27,28 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
+    hotbunk_engine: Any
+    _hotbunk_routes: Routes
 
-    def hotbunk_bind(self) -> dict[str, Any]:
-        """Find where every checkpoint tensor lies. Called once, before the first request."""
-        model = self.model_runner.get_model()
-        loader = get_model_loader(self.vllm_config.load_config)
-        checkpoint = loader.get_all_weights(self.vllm_config.model_config, model)
-        contiguous = ((name, tensor.contiguous()) for name, tensor in checkpoint)
-        routes = self._hotbunk_routes = Routes(model, model.load_weights, contiguous)
+    def hotbunk_bind(self, folder: str) -> dict[str, Any]:
+        """Find where every checkpoint tensor lies, and be a rank of the adapter from now on.
+
+        Called once, before the first request. The adapter listens in ``folder``, at this rank's
+        number.
+        """
+        from hotbunk.rollout.backends.vllm import inside  # this module comes before the model
+
+        engine = inside.WorkerEngine(self)
+        self.hotbunk_engine = engine
+        self._hotbunk_routes = engine.weights.routes
         _temper(self.model_runner.sampler)
-        return {
-            "tensors": {
-                name: (dtype_name(route.dtype), route.shape, route.elements)
-                for name, route in routes.items()
-            },
-            "ties": routes.ties(),
-            "transformed": routes.transformed(),
-            "uncovered": routes.uncovered(model),
-        }
+        parallel = self.vllm_config.parallel_config
+        shards = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        inside.serve(engine, f"{folder}/{inside.rank_of(self)}", sharded=shards > 1)
+        return engine.weights.found()
 
-    def hotbunk_load(self, path: str, table: list[list[Any]]) -> dict[str, list[int]]:
-        """Write tensors from a file, then read each back: name -> [fingerprint, elements].
+    def hotbunk_load(self, path: str, table: list[list[Any]]) -> None:
+        """Write tensors from a file.
 
         :param table: ``[names, dtype, shape, offset]`` of each tensor; it goes to all its names.
         """
@@ -77,33 +66,19 @@ class WorkerExtension:
                 tensor = flat.view(tensor.shape)
             for name in names:
                 self._hotbunk_routes[name].write(tensor)
-        return self.hotbunk_digest([name for names, *_ in table for name in names])
-
-    def hotbunk_digest(self, names: list[str] | None) -> dict[str, list[int]]:
-        """name -> [fingerprint as it lies here, how many elements this rank holds]."""
-        routes = self._hotbunk_routes
-        found: dict[str, Route | torch.Tensor] = {n: routes[n] for n in names or routes}
-        if names is None:
-            found |= dict(self.model_runner.get_model().named_buffers())
-        return {
-            name: [fingerprint(it.read()), it.elements]
-            if isinstance(it, Route)
-            else [fingerprint(it.cpu()), it.numel()]
-            for name, it in found.items()
-        }
-
-    def hotbunk_memory(self) -> dict[str, int]:
-        """Bytes of weights and of KV cache that this rank holds, each storage once."""
-        weights, kv = self._hotbunk_storages()
-        return {"weights": sum(weights.values()), "kv_cache": sum(kv.values())}
+        self.model_runner.reset_lora_state()
 
     def hotbunk_addresses(self) -> dict[str, Any]:
         """Where everything lies, for whoever reads this process's memory from outside."""
-        weights, kv = self._hotbunk_storages()
+        weights, kv = storages(self)
+        pool = getattr(self, "hotbunk_pool", None)
+        arenas: dict[str, list[tuple[int, int]]] = {}
+        for arena in () if pool is None else pool.pool.arenas():
+            arenas.setdefault(arena.tag, []).append((arena.address, arena.size))
         return {
             "pid": os.getpid(),
-            "weights": list(weights.items()),
-            "kv_cache": list(kv.items()),
+            "state": 0 if pool is None or pool.binding is None else _state(pool.binding.arena),
+            "arenas": arenas or {"weights": list(weights.items()), "kv_cache": list(kv.items())},
             "tensors": {
                 name: [
                     dtype_name(route.dtype),
@@ -117,21 +92,10 @@ class WorkerExtension:
             },
         }
 
-    def _hotbunk_storages(self) -> tuple[dict[int, int], dict[int, int]]:
-        model = self.model_runner.get_model()
-        parameters = [*model.parameters(), *model.buffers()]
-        return _storages(parameters), _storages(self.model_runner.kv_caches)
 
-
-def _storages(tensors: Any) -> dict[int, int]:
-    """Address -> bytes of every storage behind the tensors."""
-    found: dict[int, int] = {}
-    for tensor in tensors:
-        for one in tensor if isinstance(tensor, (list, tuple)) else (tensor,):
-            storage = one.untyped_storage()
-            if storage.nbytes():
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
+def _state(arena: Any) -> int:
+    """Bytes that are kept through every release."""
+    return sum(r.nbytes for r in arena.regions.values() if r.survival is Survival.STATE)
 
 
 def _temper(sampler: Any) -> None:

@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from hotbunk.conformance.backends import under_test
 from hotbunk.conformance.backends.vllm import VllmUnderTest
 from hotbunk.conformance.kit import greedy
 from hotbunk.conformance.transfers import Corrupted, MemoryTransfer
 from hotbunk.rollout import errors
-from hotbunk.rollout.backends.vllm import compat
 from hotbunk.rollout.backends.vllm.engine import VllmEngine
 from hotbunk.rollout.backends.vllm.update import Staging
 from hotbunk.rollout.contract import (
@@ -204,19 +202,6 @@ async def test_two_ranks_hold_shards_and_verify_them_together() -> None:
     finally:
         await engine.close()
         await it.finish()
-
-
-def test_a_vllm_that_lacks_something_is_named_before_launch() -> None:
-    assert compat.missing() == []
-
-    class Older:
-        from_engine_args = AsyncLLM.from_engine_args
-
-        async def pause_generation(self, *, wait_for_inflight_requests: bool = False) -> None: ...
-
-    lacking = compat.missing(Older)
-    assert "AsyncLLM.pause_generation(mode)" in lacking
-    assert "AsyncLLM.collective_rpc" in lacking
 
 
 def test_unknown_engine_arguments_are_refused_with_the_closest() -> None:

@@ -17,11 +17,6 @@ MISSING = {
     "delta",
     "gate.in_engine",
     "keep_kv",
-    "keep_release",
-    "release",
-    "release_kv_cache",
-    "retention.backup",
-    "retention.discard",
 }
 CASES = [pytest.param(one, id=one.name) for one in all_cases()]
 # A tied head differs in what an update must reach.

@@ -194,7 +194,7 @@ async def test_every_argument_that_matters_is_passed(
         ("pause_generation", {"mode": "abort", "clear_cache": True}),
         ("pause_generation", {"mode": "keep", "clear_cache": False}),
         ("pause_generation", {"mode": "keep", "clear_cache": False}),
-        ("reset_prefix_cache", {"reset_running_requests": True, "reset_connector": False}),
+        ("reset_prefix_cache", {"reset_running_requests": True, "reset_connector": True}),
     ]
 
 

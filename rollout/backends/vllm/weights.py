@@ -1,0 +1,142 @@
+"""The weights of one vLLM worker: what a sync may write, and how it is written and read back."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+from torch import nn
+from vllm.model_executor.model_loader import get_model_loader
+
+from hotbunk.rollout import errors
+from hotbunk.rollout.arena import Arena
+from hotbunk.rollout.backends.vllm.landing import Landing, open_groups, placement_of, slices_of
+from hotbunk.rollout.backends.vllm.routes import Route, Routes
+from hotbunk.rollout.binding import dtype_name
+from hotbunk.rollout.contract import (
+    ArenaHandle,
+    Digests,
+    Placement,
+    ReceiverLayout,
+    Scope,
+    Transfer,
+    UpdateReport,
+    Version,
+)
+from hotbunk.rollout.fingerprint import KIND
+from hotbunk.rollout.intake import check_offer
+from hotbunk.rollout.kernels import fingerprint
+from hotbunk.rollout.memory import NativeArena
+
+T = TypeVar("T")
+Session = Callable[[], AbstractContextManager[object]]
+
+
+async def uncut(work: Callable[[], T]) -> T:
+    """Run it in a thread; cancelled, it is waited for: nothing may write once this has ended."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+class Weights:
+    """One worker's part of the model, found by loading its checkpoint once more under watch.
+
+    :param arena: where its parameters lie, for senders that write there themselves.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: Any, arena: Arena | None = None) -> None:
+        self.model = model
+        self.arena = arena
+        loader = get_model_loader(vllm_config.load_config)
+        checkpoint = loader.get_all_weights(vllm_config.model_config, model)
+        load: Any = model.load_weights
+        contiguous = ((name, tensor.contiguous()) for name, tensor in checkpoint)
+        self.routes = Routes(model, load, contiguous)
+        self._known = {
+            name: Placement(dtype_name(route.dtype), route.shape)
+            for name, route in self.routes.items()
+        }
+        self._required = [frozenset(tie) for tie in self.routes.ties()]
+
+    def found(self) -> dict[str, Any]:
+        """What this rank holds, as plain data."""
+        return {
+            "tensors": {
+                name: (dtype_name(route.dtype), route.shape, route.elements)
+                for name, route in self.routes.items()
+            },
+            "ties": self.routes.ties(),
+            "transformed": self.routes.transformed(),
+            "uncovered": self.routes.uncovered(self.model),
+        }
+
+    async def receive(
+        self, transfer: Transfer, version: Version, scope: Scope, session: Session = nullcontext
+    ) -> UpdateReport:
+        """One update of this rank, from the check of the offer to the vote.
+
+        :param session: entered before the first byte is written, left after the last was compared.
+        :raises UpdateRefused: before the first byte; nothing changed.
+        :raises UpdateFailed: after it.
+        """
+        manifest = transfer.manifest
+        open_groups(manifest, scope)
+        check_offer(manifest, self._known, self._required)
+        layout = {
+            name: placement_of(self.routes[name], self.arena)
+            for spec in manifest.tensors
+            for name in spec.names
+        }
+        arena = None
+        if all(place.offset >= 0 or not math.prod(place.shape) for place in layout.values()):
+            arena = self._handle()
+        await transfer.accept(ReceiverLayout(layout), arena)
+        with session():
+            landing = await uncut(lambda: Landing(manifest, self.routes))
+            async for bucket in transfer.buckets():
+                await uncut(lambda bucket=bucket: landing.write(bucket))  # type: ignore[misc]
+            applied = await uncut(landing.finish)
+            expected = dict(await transfer.fingerprints())
+            wrong = await uncut(lambda: landing.differing(expected)) if expected else []
+            if wrong:
+                raise errors.VerifyFailed(wrong)
+        await transfer.commit()
+        return UpdateReport(
+            version,
+            applied=applied,
+            nbytes=landing.intake.nbytes,
+            buckets=landing.intake.buckets,
+            verified="applied" if expected else "none",
+        )
+
+    def digest(self, names: Collection[str] | None) -> Digests:
+        """Fingerprints as the bytes lie here; of a part at its place in the whole.
+
+        :raises UnknownNames: no such tensor.
+        """
+        unknown = set(names or ()) - self.routes.keys()
+        if unknown:
+            raise errors.UnknownNames(unknown)
+        values, slices = {}, {}
+        for name in names if names is not None else self.routes:
+            route: Route = self.routes[name]
+            values[name] = fingerprint(route.read())
+            if part := slices_of(route):
+                slices[name] = part
+        if names is None:
+            for name, buffer in self.model.named_buffers():
+                values[name] = fingerprint(buffer.detach().cpu().contiguous())
+        return Digests(values, KIND, slices=slices)
+
+    def _handle(self) -> ArenaHandle | None:
+        fd = self.arena.fd if isinstance(self.arena, NativeArena) else None
+        return (
+            None if fd is None or self.arena is None else ArenaHandle("file", self.arena.size, fd)
+        )
