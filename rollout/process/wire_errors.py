@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from typing import Any
 
@@ -30,6 +31,7 @@ def _tree() -> dict[str, type[errors.HotbunkError]]:
 
 
 TREE = _tree()
+MARK = "hotbunk-error:"
 
 
 def to_wire(verb: str, error: BaseException) -> WireError:
@@ -62,6 +64,24 @@ def from_wire(wire: WireError) -> errors.HotbunkError:
     errors.HotbunkError.__init__(error, said["what"])
     vars(error).update(said)
     return error
+
+
+def as_text(verb: str, error: BaseException) -> str:
+    """For a way on which nothing of an error travels but its words."""
+    wire = to_wire(verb, error)
+    return f"{error} {MARK}{json.dumps([wire.kind, wire.fields])}"
+
+
+def from_text(text: str) -> errors.HotbunkError | None:
+    """The error in somebody's words about it; None: there is none."""
+    _, mark, said = text.partition(MARK)
+    if not mark:
+        return None
+    try:
+        (kind, fields), _ = json.JSONDecoder().raw_decode(said)
+        return from_wire(WireError(str(kind), dict(fields)))
+    except (TypeError, ValueError):
+        return None
 
 
 def _plain(value: object) -> Any:

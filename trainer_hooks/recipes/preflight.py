@@ -24,6 +24,9 @@ from hotbunk.trainer_hooks.recipes.replicas import HTTP, http_options
 from hotbunk.trainer_hooks.recipes.tasks import Task, make_task
 
 IN_PROCESS = "naive"  # the transport that passes memory by reference
+SERVERS = (HTTP, "vllm_http")  # they run already
+# Most engines cannot begin without weights: theirs are the model directory's until the first sync.
+FIRST_LOAD = {"reference": {"load": "empty"}}
 TINY = "model"  # folder of the run directory in which a tiny model is made
 
 
@@ -87,10 +90,11 @@ def backend_options(plan: Plan) -> dict[str, Any]:
 
     A server knows its model already.
     """
-    if plan.config.rollout.name == HTTP:
-        return dict(plan.config.rollout.options)
+    name, options = plan.config.rollout.name, dict(plan.config.rollout.options)
+    if name in SERVERS:
+        return options
     model = plan.model_dir or plan.run_dir / TINY
-    return {"model": str(model), "load": "empty", **plan.config.rollout.options}
+    return {"model": str(model), **FIRST_LOAD.get(name, {}), **options}
 
 
 def _check_beside(config: RunConfig) -> None:

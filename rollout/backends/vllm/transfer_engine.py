@@ -22,6 +22,7 @@ from hotbunk.rollout import errors
 from hotbunk.rollout.arena import Arena
 from hotbunk.rollout.backends.vllm.weights import Weights
 from hotbunk.rollout.contract import Ticket
+from hotbunk.rollout.process.wire_errors import as_text
 from hotbunk.rollout.registry import open_transfer
 
 
@@ -87,7 +88,11 @@ class HotbunkWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  
             )
         if self.received:
             raise errors.SessionError("this session has had its update")
-        asyncio.run(self._receive(update_info))
+        try:
+            asyncio.run(self._receive(update_info))
+        except errors.HotbunkError as error:
+            # vLLM passes on nothing of it but its words.
+            raise RuntimeError(as_text("update_weights", error)) from error
         self.received = True
 
     def finish_weight_update(self) -> None:

@@ -28,6 +28,7 @@ class WorkerExtension:
     model_runner: Any
     vllm_config: Any
     hotbunk_engine: Any
+    _hotbunk_tempered = False
     _hotbunk_routes: Routes
 
     def hotbunk_bind(self, folder: str) -> dict[str, Any]:
@@ -41,11 +42,17 @@ class WorkerExtension:
         engine = inside.WorkerEngine(self)
         self.hotbunk_engine = engine
         self._hotbunk_routes = engine.weights.routes
-        _temper(self.model_runner.sampler)
+        self.hotbunk_temper()
         parallel = self.vllm_config.parallel_config
         shards = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         inside.serve(engine, f"{folder}/{inside.rank_of(self)}", sharded=shards > 1)
         return engine.weights.found()
+
+    def hotbunk_temper(self) -> None:
+        """Log-probs are at the request's temperature from now on, also without an adapter here."""
+        if not self._hotbunk_tempered:
+            _temper(self.model_runner.sampler)
+            self._hotbunk_tempered = True
 
     def hotbunk_load(self, path: str, table: list[list[Any]]) -> None:
         """Write tensors from a file.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import tempfile
@@ -16,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hotbunk.rollout import errors
-from hotbunk.rollout.contract import Bucket, Manifest, Placement
+from hotbunk.rollout.contract import ITEMSIZE, Bucket, Manifest, Placement
 from hotbunk.rollout.fingerprint import KIND
 from hotbunk.rollout.intake import Intake
 from hotbunk.rollout.kernels import fingerprint
@@ -62,6 +63,14 @@ class Checkpoint:
                         self.placements[name] = Placement(dtype, tuple(its.get_shape()))
         except (SafetensorError, OSError) as error:
             raise errors.ConfigError(f"the server's model cannot be read: {error}") from error
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its tensors."""
+        return sum(
+            ITEMSIZE.get(place.dtype, 1) * math.prod(place.shape)
+            for place in self.placements.values()
+        )
 
 
 class Staged:

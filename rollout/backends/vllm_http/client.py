@@ -17,6 +17,7 @@ from hotbunk.rollout.errors import (
     UsageError,
 )
 from hotbunk.rollout.http.client import ServerClient
+from hotbunk.rollout.process.wire_errors import from_text
 
 
 class VllmClient(ServerClient):
@@ -25,6 +26,9 @@ class VllmClient(ServerClient):
     def refusal(self, status: int, body: bytes) -> HotbunkError:
         """vLLM's error as ours: one that the engine itself raised is ``EngineFailed``."""
         what = _message(body)
+        if (ours := from_text(what)) is not None:  # of hotbunk's engine in a worker there
+            return ours
+        what = what[:600]
         if status == 401:
             return ConfigError(f"the server refused the key ({status}): {what}", where=self.url)
         if status == 403:
@@ -182,4 +186,4 @@ def _message(body: bytes) -> str:
         return body[:300].decode("utf-8", "replace") or "nothing"
     about = said.get("error", said) if isinstance(said, dict) else said
     what = about.get("message", about) if isinstance(about, dict) else about
-    return str(what)[:600]
+    return str(what)

@@ -18,6 +18,7 @@ from hotbunk.rollout.contract import (
 )
 
 HOTBUNK = "hotbunk"  # the weight-transfer engine's name
+EXTENSION = "hotbunk.rollout.backends.vllm.worker.WorkerExtension"
 CACHES = frozenset({Cache.PREFIX, Cache.MULTIMODAL, Cache.ENCODER})
 NO_TOKEN_VERSIONS = (
     "start the server with --enable-scale-out: only its route says which weights made a token"
@@ -60,7 +61,9 @@ def declared(surface: Surface, way: str) -> Capabilities:
             if versions
             else "requests never cross an update"
         ),
-        partial=unsupported("vLLM's loader corrupts fused tensors of which a part is sent"),
+        partial=NATIVE
+        if way == ENGINE
+        else unsupported("vLLM's loader corrupts fused tensors of which a part is sent"),
         caches=CACHES,
         memory_measured_by="accounting",
         ranks=ranks_of(surface) if way == ENGINE else 1,
@@ -74,6 +77,12 @@ def ranks_of(surface: Surface) -> int:
     """Worker ranks that hold weights."""
     parallel = surface.config.parallel_config
     return parallel.world_size * parallel.data_parallel_size
+
+
+def tempers(surface: Surface) -> bool:
+    """Whether the server's workers can be told to give log-probs at the request's temperature."""
+    parallel = surface.config.parallel_config
+    return surface.has(RPC) and parallel.worker_extension_cls == EXTENSION
 
 
 def way_of(surface: Surface, wanted: str) -> tuple[str, str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import suppress
 
 from hotbunk.rollout import errors
+from hotbunk.rollout.backends.vllm_http.checkpoint import Checkpoint
 from hotbunk.rollout.backends.vllm_http.client import RemoteLLM, VllmClient
-from hotbunk.rollout.backends.vllm_http.declared import CACHES, declared, way_of
+from hotbunk.rollout.backends.vllm_http.declared import CACHES, declared, tempers, way_of
 from hotbunk.rollout.backends.vllm_http.flight import RemoteFlight
 from hotbunk.rollout.backends.vllm_http.metrics import Gauges
 from hotbunk.rollout.backends.vllm_http.options import VllmHttpOptions
@@ -18,6 +21,7 @@ from hotbunk.rollout.contract import (
     FULL,
     TARGET,
     AbortReport,
+    ArenaReport,
     BackendStatus,
     Cache,
     Capabilities,
@@ -41,6 +45,7 @@ from hotbunk.rollout.contract import (
 _LABEL = re.compile(r"(\d{1,18})\.(\d{1,18})")
 _LEVEL = {Retention.BACKUP: 1, Retention.DISCARD: 2}
 _RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
+TEMPERED = "tempered"  # as the contract means them
 
 
 class VllmHttpEngine(Engine):
@@ -65,6 +70,8 @@ class VllmHttpEngine(Engine):
         self._version = Version()
         self._labels: dict[str, Version] = {}
         self._asleep: frozenset[Tag] = frozenset()
+        self._logprobs_mode = ""
+        self._weights_bytes = 0
         self._tokens = self._cached = 0  # of requests that were read to their end
 
     async def start(self) -> None:
@@ -81,6 +88,7 @@ class VllmHttpEngine(Engine):
             way, why = way_of(surface, self.options.weights)
             self.capabilities = declared(surface, way)
             self._weights = Weights(self, way, why)
+            self._logprobs_mode = surface.config.model_config.logprobs_mode
             self._dialect = TokensDialect() if surface.tells_versions else CompletionsDialect()
             self._gauges = Gauges(self._client)
             await self._gauges.read()
@@ -90,6 +98,12 @@ class VllmHttpEngine(Engine):
                     where=self._client.url,
                     remedy="POST /wake_up or /resume there, then connect",
                 )
+            with suppress(errors.ConfigError):  # it may lie on another host
+                found = await asyncio.to_thread(Checkpoint, surface.config.model_config.model)
+                self._weights_bytes = found.nbytes
+            if tempers(surface):
+                await self.llm.collective_rpc("hotbunk_temper")
+                self._logprobs_mode = TEMPERED
             await self._first_label(await self.llm.get_weight_version())
         except BaseException:
             await self._client.close()
@@ -264,8 +278,21 @@ class VllmHttpEngine(Engine):
         raise AssertionError("declared, but not there")
 
     async def memory(self) -> MemoryReport:
-        """Bytes are nothing that a vLLM server tells."""
-        return MemoryReport(measured_by=self.capabilities.memory_measured_by)
+        """By its configuration and its checkpoint: of bytes that are there a server tells nothing."""
+        sizes = {
+            Tag.WEIGHTS: self._weights_bytes,
+            Tag.KV_CACHE: self.surface.config.cache_config.kv_cache_memory_bytes or 0,
+        }
+        arenas = tuple(
+            ArenaReport(
+                tag,
+                TARGET if tag is Tag.WEIGHTS else "",
+                size,
+                0 if tag in self._asleep else size,
+            )
+            for tag, size in sizes.items()
+        )
+        return MemoryReport(arenas, measured_by=self.capabilities.memory_measured_by)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -309,7 +336,7 @@ class VllmHttpEngine(Engine):
                 f"request {request.request_id!r} may grow to {tokens} tokens and max_model_len "
                 f"is {model.max_model_len}"
             )
-        _check_logprobs(model.logprobs_mode, request, name)
+        _check_logprobs(self._logprobs_mode, request, name)
 
 
 def _check_logprobs(mode: str, request: GenerateRequest, backend: str) -> None:
@@ -325,7 +352,7 @@ def _check_logprobs(mode: str, request: GenerateRequest, backend: str) -> None:
             f"temperature={sampling.temperature:g}",
             backend,
             "the server's log-probs are at temperature 1: start it with --logprobs-mode "
-            f"{_PROCESSED}",
+            f"{_PROCESSED}, or with hotbunk's worker extension",
         )
     if mode == _PROCESSED and cut and sampling.temperature:
         raise errors.Unsupported(
@@ -333,5 +360,5 @@ def _check_logprobs(mode: str, request: GenerateRequest, backend: str) -> None:
             backend,
             f"the server's log-probs are after truncation: start it with --logprobs-mode {_RAW}",
         )
-    if mode not in (_RAW, _PROCESSED):
+    if mode not in (_RAW, _PROCESSED, TEMPERED):
         raise errors.Unsupported("log-probs", backend, f"the server gives {mode}")

@@ -67,6 +67,7 @@ class CacheConfig(msgspec.Struct):
     """Of /server_info."""
 
     num_gpu_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
 
 

@@ -45,11 +45,17 @@ class Weights:
         if scope.kind not in allowed:
             raise errors.Unsupported(f"{scope.kind.value} updates", backend)
         if self._way == ENGINE:
-            deadline = self._engine.options.deadlines.update
-            report = await relay(self, transfer, _TRANSPORT, deadline)
+            manifest = transfer.manifest
+            await relay(self, transfer, _TRANSPORT, self._engine.options.deadlines.update)
             await self._engine.forget_old_versions()
             await self._engine.label(version)
-            return report
+            # Each worker has taken all it needs of what is offered, or none has committed.
+            return UpdateReport(
+                version,
+                applied=len(manifest.tensors),
+                nbytes=manifest.total_bytes,
+                verified="none" if manifest.fingerprint == "none" else "applied",
+            )
         if self._way == RELOAD:
             return await self._reloaded(transfer, version)
         raise errors.Unsupported("update_weights", backend, self._why)

@@ -26,6 +26,7 @@ DESCRIBED = {
     "served": "hotbunk.conformance.backends.served:ServedUnderTest",
     "url": "hotbunk.conformance.backends.at_url:at_url",
     "vllm": "hotbunk.conformance.backends.vllm:VllmUnderTest",
+    "vllm_http": "hotbunk.conformance.backends.vllm_http:VllmHttpUnderTest",
 }
 
 

@@ -116,7 +116,7 @@ class VllmUnderTest(BackendUnderTest):
         self._create()  # says now what is wrong with the options
 
     async def start(self) -> Engine:
-        return _Reused(self)
+        return Reused(self)
 
     async def finish(self) -> None:
         """Stop the engine, and remove the model directory."""
@@ -163,7 +163,7 @@ class VllmUnderTest(BackendUnderTest):
         finally:
             os.close(memory)
 
-    def host_backup(self) -> int:
+    def host_backup(self) -> int | None:
         """Bytes of nameless files that vLLM's process holds and has not mapped: its backups."""
         process = Path(f"/proc/{self._where['pid']}")
         maps = (process / "maps").read_text(encoding="ascii", errors="replace")
@@ -261,7 +261,7 @@ def _vllm(engine: Engine) -> Any:
     return engine.llm  # type: ignore[attr-defined]
 
 
-class _Reused(Engine):
+class Reused(Engine):
     """A case's view of the one engine: starting it resets that one, closing it leaves it be."""
 
     def __init__(self, owner: VllmUnderTest) -> None:
@@ -271,6 +271,7 @@ class _Reused(Engine):
 
     async def start(self) -> None:
         self._engine = await self._owner.engine()
+        self.capabilities = self._engine.capabilities  # one elsewhere knows them only now
 
     async def close(self) -> None:
         """The next case resets what this one leaves."""
