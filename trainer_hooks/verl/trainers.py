@@ -18,7 +18,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from hotbunk.rollout.contract import Deployment, PauseMode
 from hotbunk.trainer_hooks.verl import surfaces
-from hotbunk.trainer_hooks.verl.settings import SECTION, backend_of, settings
+from hotbunk.trainer_hooks.verl.settings import SECTION, backend_of, sync_policy
 
 ACTORS = frozenset({"actor", "actor_rollout", "actor_rollout_ref"})
 
@@ -38,7 +38,7 @@ def prepared(config: Any, mode: str) -> Any:
         if section is not None:
             custom = OmegaConf.to_container(rollout.get("custom") or OmegaConf.create({}))
             rollout.custom = {**dict(custom or {}), SECTION: section}  # type: ignore[arg-type]
-    settings(rollout)
+    sync_policy(rollout, {})
     backend_of(rollout)
     return config
 

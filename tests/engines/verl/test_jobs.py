@@ -52,6 +52,7 @@ ADAPTER = (
 ADAPTER_BYTES = 4 * 2 * 4 * ((64 + 64) + (64 + 32) + (128 + 64))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_an_adapter_reaches_the_engine_apart_from_its_base(jobs: ModuleType, assets: Path) -> None:
     """verl's engine wakes without its base where nobody said that it must survive (NaN at step 2)."""
@@ -62,6 +63,7 @@ def test_an_adapter_reaches_the_engine_apart_from_its_base(jobs: ModuleType, ass
     assert job.column("checkpoint_engine/bytes") == [ADAPTER_BYTES] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_a_merged_adapter_of_two_trainer_ranks_reaches_both_replicas(
     jobs: ModuleType, assets: Path
@@ -83,6 +85,7 @@ def test_a_merged_adapter_of_two_trainer_ranks_reaches_both_replicas(
     assert job.column("checkpoint_engine/committed") == [2] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_engines_elsewhere_get_the_adapter_while_requests_are_in_flight(
     jobs: ModuleType, assets: Path
@@ -101,3 +104,21 @@ def test_engines_elsewhere_get_the_adapter_while_requests_are_in_flight(
     assert max(job.column(ORACLE)) <= EXACT
     assert job.column("checkpoint_engine/committed") == [1] * 3
     assert job.column("checkpoint_engine/bytes") == [ADAPTER_BYTES] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ppo_with_a_critic_and_a_kl_reference(jobs: ModuleType, assets: Path) -> None:
+    """Actor, critic, reference and engine take turns on one device."""
+    job = jobs.run(
+        assets,
+        "+verl=[ppo,cpu,tiny]",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        steps=3,
+        seconds=800,
+    )
+    assert len(job.steps) == 3, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column(ORACLE)) <= EXACT
+    assert all(loss > 0 for loss in job.column("critic/vf_loss"))
+    assert all(kl >= 0 for kl in job.column("actor/kl_loss"))

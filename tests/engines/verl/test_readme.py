@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[3]
 (BLOCK,) = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_the_readme_trains(jobs: ModuleType) -> None:
     """Its last command, in the checkout, with the folders and the Ray that tests clean up after."""

@@ -328,3 +328,16 @@ async def test_a_stream_through_the_handle(standalone: Served) -> None:
     done = await collect(standalone.handle.generate(request))
     assert len(done.token_ids) == 4
     assert done.spans[0].version.step == 1
+
+
+async def test_an_engine_in_an_environment_of_its_own(
+    served: Any, standalone: Served, weights: dict[str, torch.Tensor]
+) -> None:
+    """Another interpreter, in which neither verl nor Ray is installed."""
+    other = Path(__file__).parents[3] / ".venv" / "bin" / "python"
+    told = {"hotbunk": {"rollout_python": str(other)}}
+    one = await served(Deployment.STANDALONE, custom=told)
+    pid = ray.get(one.actor.__ray_call__.remote(lambda self: self.replica.pid))
+    assert psutil.Process(pid).cmdline()[0] == str(other)
+    await one.rollout.update_weights(iter(weights.items()), global_steps=1)
+    assert (await one.generate()).token_ids == (await standalone.generate()).token_ids

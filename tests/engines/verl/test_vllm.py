@@ -1,0 +1,37 @@
+"""Real verl and real vLLM in one job, each with its own pins: two environments, one Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+VLLM = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not VLLM.exists(), reason="make engine-venv ENGINE=vllm makes the other one"
+    ),
+]
+
+
+def test_requests_in_flight_live_through_syncs_in_an_environment_of_vllms_own(
+    jobs: ModuleType, assets: Path
+) -> None:
+    """lr=0: the schedule is off-policy, and the oracle compares with the trainer's weights of now."""
+    job = jobs.run(
+        assets,
+        "+verl=[separate_async,cpu,tiny]",
+        "actor_rollout_ref.rollout.name=hotbunk_vllm",
+        f"+hotbunk.rollout_python={VLLM}",
+        "actor_rollout_ref.actor.optim.lr=0",
+        "actor_rollout_ref.rollout.max_num_seqs=32",
+        steps=3,
+        seconds=800,
+    )
+    assert len(job.steps) == 3, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column("training/rollout_probs_diff_max")) <= 1e-6
+    assert job.column("checkpoint_engine/committed") == [1] * 3
