@@ -6,6 +6,7 @@ goes between them is bytes, as it is in a Ray job.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import SyncPolicy
 from hotbunk.rollout.contract import Deployment, Version
-from hotbunk.rollout.errors import SyncFailed, TrainerFailed
+from hotbunk.rollout.errors import SyncFailed, TrainerFailed, TransferFailed
 from hotbunk.rollout.handle import LocalHandle
 from hotbunk.trainer_hooks.recipes.models import load_model
 from hotbunk.trainer_hooks.verl import sending
@@ -39,6 +40,7 @@ class Trainer:
             f"{LAYER}.lora_B.weight": torch.ones(64, 2),
         }
         self.fail = self.walks = self.let_go = 0
+        self._gathering = threading.Barrier(ranks)
         self.ranks = [
             Sending(
                 {
@@ -60,6 +62,7 @@ class Trainer:
         fails = self.fail > 0
         self.fail -= fails
         for n, named in enumerate(self.state.items()):
+            self._gathering.wait(10)  # every tensor is gathered by all ranks together
             if fails and n == 3:
                 raise RuntimeError("out of memory")
             yield named
@@ -163,8 +166,31 @@ async def test_a_trainer_that_fails_midway_is_asked_again(ranks: int, fleet: Any
     one.trainer.fail = ranks  # each rank's next walk
     metrics = await one.fleet.update(1)
     assert metrics["checkpoint_engine/failed_attempts"] == 1
+    assert metrics["checkpoint_engine/committed"] == metrics["checkpoint_engine/replicas"] == 1
     assert await served(one) == {Version(0, 1)}
     assert (await one.fleet.update(2))["checkpoint_engine/failed_attempts"] == 0
+
+
+async def test_only_who_was_not_reached_is_sent_it_again(fleet: Any) -> None:
+    one = await fleet(replicas=2)
+    first = (await one.fleet.update(0))["checkpoint_engine/bytes"]
+    told = one.manager.replicas[1]
+    refusing = told.update_weights
+    calls = 0
+
+    async def update_weights(*args: Any, **kw: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise TransferFailed("a cable was pulled")
+        return await refusing(*args, **kw)
+
+    told.update_weights = update_weights
+    metrics = await one.fleet.update(1)
+    assert calls == 2
+    assert metrics["checkpoint_engine/bytes"] == first
+    assert metrics["checkpoint_engine/committed"] == metrics["checkpoint_engine/replicas"] == 2
+    assert await served(one) == {Version(0, 1)}
 
 
 async def test_a_standalone_replica_goes_on_with_what_it_has(fleet: Any) -> None:
@@ -207,6 +233,7 @@ async def test_an_adapter_travels_alone_once_its_base_is_there(fleet: Any) -> No
     alone = 4 * 2 * (64 + 64)
     whole = sum(tensor.nbytes for tensor in one.trainer.state.values())
     assert sent == [whole + alone, alone, alone]
+    assert one.trainer.walks == 2  # its names, and the first sync
 
 
 async def test_a_rank_that_does_not_answer_is_named_with_what_was_asked(fleet: Any) -> None:

@@ -18,10 +18,8 @@ from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import Outcome, SyncReport
 from hotbunk.checkpoint_engine.transports.base import Offer, Transport
 from hotbunk.rollout.contract import (
-    TARGET,
     Manifest,
     PauseMode,
-    Scope,
     TensorSpec,
     Ticket,
     Transfer,
@@ -212,17 +210,16 @@ class VerlFleet:
         await self.manager.adopt()
         version = version_of(step, self.manager.version)
         names: list[str] | None = None
-        failures = 0
+        reports: list[SyncReport] = []
         while True:
             try:
-                report = await self._sync(version, names)
+                reports.append(await self._sync(version, names))
                 break
             except SyncFailed as error:
-                report = cast(SyncReport, error.report)
-                bad = [one for one in report.outcomes if one.outcome is not Outcome.COMMITTED]
-                failures += 1
-                log.warning("a sync failed, attempt %d: %s", failures, error)
-                if failures > self._retries:
+                reports.append(cast(SyncReport, error.report))
+                bad = [o for o in reports[-1].outcomes if o.outcome is not Outcome.COMMITTED]
+                log.warning("a sync failed, attempt %d: %s", len(reports), error)
+                if len(reports) > self._retries:
                     behind = all(one.outcome is Outcome.ROLLED_BACK for one in bad)
                     if self._shares or not behind:
                         raise
@@ -231,7 +228,7 @@ class VerlFleet:
                     if one.outcome is Outcome.LOST:
                         await self._restart(one.replica)
                 names = [one.replica for one in bad]
-        return _metrics(report, failures)
+        return _metrics(reports, len(self.manager.replicas))
 
     async def _sync(self, version: Version, names: list[str] | None) -> SyncReport:
         deadline = self.manager.policy.deadline
@@ -241,16 +238,6 @@ class VerlFleet:
                 source, version, let_go=self._let_go, replicas=names
             )
         adapter, told = await self._transport.describe(ADAPTERS, deadline)
-        base = await self._base(names)
-        if base is not None:  # everywhere, and it never changes: the adapter alone travels
-            return await self.manager.update_weights(
-                adapter,
-                version,
-                scope=Scope.adapter(ADAPTER, base),
-                metadata=told.metadata,
-                let_go=self._let_go,
-                replicas=names,
-            )
         source, _ = await self._transport.describe(WEIGHTS, deadline)
         return await self.manager.update_adapter(
             ADAPTER,
@@ -263,25 +250,22 @@ class VerlFleet:
             replicas=names,
         )
 
-    async def _base(self, names: list[str] | None) -> Version | None:
-        """The version of the base where every replica holds the same one, or has a backup of it."""
-        held = {
-            status.versions.get(TARGET)
-            for status in await self.manager.statuses()
-            if names is None or status.name in names
-        }
-        return held.pop() if len(held) == 1 else None
 
-
-def _metrics(report: SyncReport, failures: int) -> dict[str, float]:
-    done = [one for one in report.outcomes if one.outcome is Outcome.COMMITTED]
+def _metrics(reports: Sequence[SyncReport], replicas: int) -> dict[str, float]:
+    """Of a sync and what was sent again after it; the last report is of whom was not reached."""
+    left = [o for o in reports[-1].outcomes if o.outcome is not Outcome.COMMITTED]
+    phases: dict[str, float] = {}
+    for report in reports:
+        for name, took in report.phases.items():
+            key = f"checkpoint_engine/{name}_seconds"
+            phases[key] = phases.get(key, 0.0) + took
     return {
-        "checkpoint_engine/seconds": report.seconds,
-        "checkpoint_engine/bytes": float(report.nbytes),
-        "checkpoint_engine/replicas": float(len(report.outcomes)),
-        "checkpoint_engine/committed": float(len(done)),
-        "checkpoint_engine/failed_attempts": float(failures),
-        **{f"checkpoint_engine/{name}_seconds": took for name, took in report.phases.items()},
+        "checkpoint_engine/seconds": sum(report.seconds for report in reports),
+        "checkpoint_engine/bytes": float(sum(report.nbytes for report in reports)),
+        "checkpoint_engine/replicas": float(replicas),
+        "checkpoint_engine/committed": float(replicas - len(left)),
+        "checkpoint_engine/failed_attempts": float(sum(not report.ok for report in reports)),
+        **phases,
     }
 
 

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ray.exceptions import RayActorError
 from verl.checkpoint_engine.base import CheckpointEngineManager as VerlManager
 from verl.utils.ray_utils import auto_await
 
 from hotbunk.checkpoint_engine.blocking import LoopThread
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.rollout.contract import Deployment
-from hotbunk.rollout.errors import ConfigError
+from hotbunk.rollout.errors import ConfigError, ReplicaLost
 from hotbunk.trainer_hooks.verl import sending, settings
 from hotbunk.trainer_hooks.verl.fleet import RankTransport, TrainerRanksCall, VerlFleet, lost
 from hotbunk.trainer_hooks.verl.handle import RayHandle
@@ -90,7 +91,10 @@ class HotbunkManager(VerlManager):  # type: ignore[misc]
     async def _restart(self, name: str) -> None:
         for replica in self.replicas:
             if replica.name == name:
-                await replica.server_handle.restart.remote()
+                try:
+                    await replica.server_handle.restart.remote()
+                except RayActorError as error:
+                    raise ReplicaLost(f"its server's actor is dead: {error}", where=name) from error
                 return
         raise lost(name)
 
