@@ -6,7 +6,8 @@
 # Each part says how long it took. One that fails does not keep the others from running; then the exit
 # status is 1, and its output is in the folder that is named at the end.
 # ROUNDS (10): of storms and faults. HOTBUNK_FAULTS (60, all there are), HOTBUNK_KILLS (200),
-# HOTBUNK_DRILL_FAULTS (200) and HOTBUNK_FUZZ_SECONDS (300, three times): how much of the rest.
+# HOTBUNK_DRILL_FAULTS (200), HOTBUNK_FUZZ_SECONDS (300, three times) and HOTBUNK_CONFORMANCE_ROUNDS (10): how
+# much of the rest.
 set -um # -m: each part is a job of its own, which a signal to us does not reach
 pytest=$1
 shift
@@ -49,6 +50,8 @@ for round in $(seq "$rounds"); do
     part "faults $round" tests/integration/shm "$@"
 done
 part kills tests/unit/test_process_supervision.py -k random --timeout=900 "$@"
+HOTBUNK_CONFORMANCE_ROUNDS=${HOTBUNK_CONFORMANCE_ROUNDS:-10} \
+    part conformance tests/integration/test_conformance_soak.py "$@"
 part drill tests/integration/test_sync_drill.py "$@"
 part fuzz tests/integration/server/test_fuzz.py "$@"
 

@@ -1,5 +1,5 @@
-"""The conformance suite over a server: cases that go through every verb. All of them:
-``hotbunk conformance --backend hotbunk_http``."""
+"""The conformance suite over a server: what else a wire may spoil, beside the sharpest cases, which
+test_conformance_soak.py runs. All of them: ``hotbunk conformance --backend hotbunk_http``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from hotbunk.conformance.under_test import BackendUnderTest
 
 pytestmark = pytest.mark.anyio
 CHOSEN = (
-    "pause_keep",
-    "discarded_weights_never_serve",
-    "bad_offers_are_refused",
     "a_flipped_bit_is_named",
-    "another_rank_fails",
     "sender_hangs",
     "the_old_version_heals",
     "without_fingerprints",

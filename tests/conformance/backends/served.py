@@ -38,7 +38,7 @@ from hotbunk.rollout.contract import (
 from hotbunk.rollout.errors import ConfigError, ReplicaLost
 from hotbunk.rollout.http.relay import relay
 from hotbunk.rollout.options import convert
-from hotbunk.rollout.status import Health
+from hotbunk.rollout.status import Deadlines, Health
 
 UNSEEN = "bytes of weights cannot be seen from outside"
 NEEDS_BYTES = (
@@ -64,6 +64,8 @@ class ServedUnderTest(ReferenceUnderTest):
     """Options besides ``url`` and ``model`` go to the connection (``api_key_file``, ``relay``)."""
 
     name = "served"
+    # A drain over a wire, and who is held meanwhile, may take longer than in one process.
+    deadlines = Deadlines(hold=10.0, drain=20.0, memory=20.0, update=20.0, inspect=5.0, grace=2.0)
 
     def __init__(self, *, url: str, model: str | None = None, **options: Any) -> None:
         if model is None:
