@@ -111,7 +111,7 @@ def _shared_memory() -> set[str]:
 
 
 def _unlink_orphans(names: set[str]) -> None:
-    """What verl's queue leaves there. Another job's may be among the new ones: those are mapped."""
+    """What killed processes leave there. Another job's may be among the new ones: those are mapped."""
     mapped = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -119,7 +119,7 @@ def _unlink_orphans(names: set[str]) -> None:
         except OSError:
             continue
     for name in names:
-        if name.startswith("psm_") and name not in mapped:
+        if name.startswith(("psm_", "sem.mp-")) and name not in mapped:
             Path("/dev/shm", name).unlink(missing_ok=True)
 
 
