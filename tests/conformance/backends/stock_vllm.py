@@ -62,9 +62,10 @@ class StockServer:
                 return self
             except httpx.HTTPError:
                 time.sleep(0.2)
-        self.close()
         self._said.seek(0)
-        raise AssertionError(f"it did not start: {self._said.read()[-3000:]}")
+        said = self._said.read()[-3000:]
+        self.close()
+        raise AssertionError(f"it did not start: {said}")
 
     def signal(self, number: int) -> None:
         """To the server and the engine cores that it started."""
@@ -84,3 +85,4 @@ class StockServer:
         except ProcessLookupError:
             pass  # nothing is left of the group
         self.process.wait()
+        self._said.close()
