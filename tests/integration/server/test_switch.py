@@ -68,9 +68,22 @@ def _check(done: list[tuple[list[int], Tokens]], models: dict[Version, Any]) -> 
         assert after == greedy(models[new], [*prompt, *before], len(after))
 
 
+def _next(server: Any) -> int:
+    """An incarnation later than all that this server, which others used before, has held."""
+    return int(server.get("/weight_version")["weight_version"].partition(".")[0]) + 1
+
+
+async def _loaded(server: Any, path: Path, version: Version) -> None:
+    body = {"model_path": str(path), "weight_version": str(version)}
+    told = await asyncio.to_thread(server.ok, "/update_weights_from_disk", body)
+    assert told["ranks"] == 2
+
+
 async def test_by_ticket_under_a_manager(
     ranked: Any, kit: Any, model: Path, other: Path, key_file: Path
 ) -> None:
+    old, new = (Version(_next(ranked), step) for step in (0, 1))
+    await _loaded(ranked, model, old)
     handle = await HttpHandle.connect(HttpOptions(ranked.url, api_key_file=str(key_file)))
     manager = CheckpointEngineManager(
         [handle],
@@ -83,7 +96,7 @@ async def test_by_ticket_under_a_manager(
 
     async def switch() -> None:
         await handle.pause_generation(PauseMode.KEEP)
-        report = await manager.update_weights(source, Version(0, 1))
+        report = await manager.update_weights(source, new)
         await handle.resume_generation()
         assert report.outcomes[0].update is not None
         assert report.outcomes[0].update.verified == "applied"
@@ -91,7 +104,7 @@ async def test_by_ticket_under_a_manager(
     try:
         assert handle.capabilities.ranks == 2
         done = await _switched(handle, kit, switch)
-        _check(done, {Version(0, 0): kit.loaded(model), Version(0, 1): kit.loaded(other)})
+        _check(done, {old: kit.loaded(model), new: kit.loaded(other)})
         assert ranked.get("/weight_info")["session"] == "open"
         assert ranked.is_paused() is False
     finally:
@@ -104,19 +117,16 @@ async def test_from_disk_by_curl(
     """The same with nothing but the endpoints: pause, update_weights_from_disk, resume."""
     handle = await HttpHandle.connect(HttpOptions(ranked.url, api_key_file=str(key_file)))
 
-    async def load(path: Path, version: str) -> None:
-        body = {"model_path": str(path), "weight_version": version}
-        told = await asyncio.to_thread(ranked.ok, "/update_weights_from_disk", body)
-        assert told["ranks"] == 2
+    old, new = (Version(_next(ranked), step) for step in (0, 1))
 
     async def switch() -> None:
         await asyncio.to_thread(ranked.ok, "/pause", mode="keep")
-        await load(other, "1.1")
+        await _loaded(ranked, other, new)
         await asyncio.to_thread(ranked.ok, "/resume")
 
     try:
-        await load(model, "1.0")
+        await _loaded(ranked, model, old)
         done = await _switched(handle, kit, switch)
-        _check(done, {Version(1, 0): kit.loaded(model), Version(1, 1): kit.loaded(other)})
+        _check(done, {old: kit.loaded(model), new: kit.loaded(other)})
     finally:
         await handle.close()
