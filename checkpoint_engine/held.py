@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from hotbunk.rollout.contract import MemoryReport
+from hotbunk.rollout.errors import HotbunkError
 from hotbunk.rollout.handle import ReplicaHandle
 
 BRIEF = 0.5  # seconds that the end of a phase waits for an answer that is under way
@@ -98,7 +99,7 @@ class _Looks:
     async def _ask(self) -> None:
         try:
             report = await self._handle.memory()
-        except Exception:  # noqa: BLE001 - a boundary: handles are anybody's, and may be dead
+        except HotbunkError:  # it is dead, or shut, or busy: no figure
             return
         if self._counts:
             self._held.saw(self._phase, report)

@@ -27,6 +27,7 @@ from hotbunk.rollout.contract import ADAPTER_PREFIX, TARGET, Engine, Tag
 from hotbunk.rollout.errors import ConfigError
 from hotbunk.rollout.kernels import as_bytes
 from hotbunk.rollout.registry import create_backend
+from hotbunk.rollout.status import Deadlines
 
 
 class ReferenceUnderTest(BackendUnderTest):
@@ -44,6 +45,8 @@ class ReferenceUnderTest(BackendUnderTest):
     bucket_sizes = (1 << 20, 10_007, 64)
     long_tokens = 300
     moment = 0.1
+    # To hold for longer than a long request takes where several jobs share the cores.
+    deadlines = Deadlines(hold=8.0, drain=20.0, memory=20.0, update=20.0, inspect=2.0, grace=2.0)
 
     def __init__(
         self, *, family: str = "llama", tied: bool = False, model: str | None = None, **options: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from hotbunk.conformance.case import Level, case
-from hotbunk.conformance.rig import Rig, expect
+from hotbunk.conformance.rig import Rig, check_aborted, expect
 from hotbunk.rollout.contract import FinishReason, PauseMode, Tag
 from hotbunk.rollout.errors import RequestsInFlight
 
@@ -41,7 +41,9 @@ async def kv_release_drains_first(rig: Rig) -> None:
     rig.check_tokens(await running.result(), rig.ut.prompts[0], 1)
     assert not late.tokens, "a request was admitted onto memory being freed"
     await asyncio.wait({late.task})
-    assert late.task.exception() is not None, "it was served without KV"
+    if late.task.exception() is None:  # the drain took longer than a request is held
+        check_aborted(await late.result(), retryable=True)
+    assert not late.tokens, "it was served without KV"
     await rig.replica.resume_kv_cache()
     await rig.check_golden(1)
 
