@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -188,10 +188,20 @@ class ModuleBinding:
     everything else. Addresses never change. Parameters on ``meta`` become zeros; other tensors are
     moved, from the host or the pool's device.
 
+    :param rebuilt: of state, by name: its holder fills it again after a release, so none is kept.
+
     :raises Unsupported: a tensor that cannot be bound; nothing was changed.
     """
 
-    def __init__(self, module: nn.Module, pool: MemoryPool, tag: str, group: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        pool: MemoryPool,
+        tag: str,
+        group: str,
+        *,
+        rebuilt: Callable[[str], bool] = lambda _: False,
+    ) -> None:
         self.parameters: dict[str, torch.Tensor] = {}
         self.state: dict[str, torch.Tensor] = {}
         holders: dict[Hashable, list[torch.Tensor]] = {}
@@ -225,7 +235,8 @@ class ModuleBinding:
         self.arena: Arena = pool.arena(tag, need, group)
         for key, held in holders.items():
             name, content = labels[key]
-            survival = Survival.CONTENT if content else Survival.STATE
+            kept = Survival.ZERO if rebuilt(name) else Survival.STATE
+            survival = Survival.CONTENT if content else kept
             region = self.arena.add(name, sizes[key], survival)
             raw = tensor_over(pool, self.arena, region)
             if not held[0].is_meta:

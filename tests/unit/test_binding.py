@@ -336,3 +336,17 @@ def test_names_of_element_types_go_both_ways() -> None:
     for name in ("foo", "nn", "Tensor"):
         with pytest.raises(Unsupported):
             dtype_from(name)
+
+
+def test_state_that_its_holder_rebuilds_is_not_kept(pool: HostPool) -> None:
+    """Slots that are filled before each use would else be saved and restored for nothing."""
+    module = Rotary()
+    binding = ModuleBinding(module, pool, "weights", "m", rebuilt=lambda name: "cos" in name)
+    other, address = module.listed[0].clone(), module.cos_cache.data_ptr()
+    module.cos_cache.fill_(3.0)
+    pool.release(["weights"], Retention.BACKUP)
+    pool.resume(["weights"])
+    assert module.cos_cache.data_ptr() == address
+    assert not module.cos_cache.any()
+    assert torch.equal(module.listed[0], other)
+    assert binding.arena.regions["cos_cache"].survival == "zero"

@@ -30,12 +30,13 @@ _WHERE: dict[str, str] = {
     "WeightTransferEngine": "distributed/weight_transfer/base.py",
     "WeightTransferEngineFactory": "distributed/weight_transfer/factory.py",
     "Worker": "v1/worker/gpu_worker.py",
+    "WorkerLoRAManager": "lora/worker_manager.py",
 }
 
 # What the adapter calls, and with which arguments.
 NEEDED: Surface = {
     "AsyncLLM.abort": ("request_id", "internal"),
-    "AsyncLLM.add_request": ("request_id", "prompt", "params"),
+    "AsyncLLM.add_request": ("request_id", "prompt", "params", "lora_request"),
     "AsyncLLM.collective_rpc": ("method", "args", "kwargs"),
     "AsyncLLM.from_engine_args": ("engine_args", "stat_loggers"),
     "AsyncLLM.get_supported_tasks": (),
@@ -71,7 +72,9 @@ NEEDED: Surface = {
 
 # What a capability hangs on: without it, it is not declared.
 KV_ALONE = "Worker.discard"
+ADAPTERS = "WorkerLoRAManager._load_adapter"
 PARTS: Surface = {
+    ADAPTERS: ("lora_request",),
     KV_ALONE: ("tags",),
     "AsyncLLM.release_kv_cache_memory": (),
     "AsyncLLM.start_draft_weight_update": (),

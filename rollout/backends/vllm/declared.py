@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hotbunk.rollout import native
-from hotbunk.rollout.backends.vllm.compat import KV_ALONE, Surface, installed
+from hotbunk.rollout.backends.vllm.compat import ADAPTERS, KV_ALONE, Surface, installed
 from hotbunk.rollout.backends.vllm.options import VllmOptions, is_cpu_build
 from hotbunk.rollout.contract import (
     NATIVE,
@@ -27,6 +27,14 @@ def no_sleep(options: VllmOptions) -> str:
     if is_cpu_build() and not native.path().is_file():
         return "stock vLLM frees nothing on CPUs, and hotbunk was installed without its native pool"
     return ""
+
+
+def _adapter(options: VllmOptions, surface: Surface) -> Ability:
+    if not options.adapter_rank:
+        return unsupported("vLLM was started without enable_lora")
+    if ADAPTERS not in surface:
+        return unsupported(f"this vLLM lacks {ADAPTERS}")
+    return Ability(Support.NATIVE, f"of rank {options.adapter_rank} or less, on linear layers")
 
 
 def declared(options: VllmOptions, surface: Surface | None = None) -> Capabilities:
@@ -54,6 +62,7 @@ def declared(options: VllmOptions, surface: Surface | None = None) -> Capabiliti
         },
         keep_release=sleep,
         gate=Gate.ENGINE_PAUSE,
+        adapter=_adapter(options, surface or installed()),
         layout=NATIVE,
         caches=_CACHES,
         memory_measured_by="process" if is_cpu_build() and not why else "accounting",

@@ -11,10 +11,12 @@ import msgspec
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from hotbunk.rollout import errors
+from hotbunk.rollout.backends.vllm.adapters import PATH, group_of
 from hotbunk.rollout.backends.vllm.declared import declared
 from hotbunk.rollout.backends.vllm.links import Links
 from hotbunk.rollout.backends.vllm.options import VllmOptions
@@ -36,6 +38,7 @@ from hotbunk.rollout.contract import (
     PauseReport,
     Retention,
     Scope,
+    ScopeKind,
     Tag,
     Ticket,
     TokenChunk,
@@ -71,6 +74,8 @@ class VllmEngine(Engine):
         self._stats = Stats()
         self._flight: Flight[Stream] = Flight(lambda: self.llm)
         self._version: Version | None = None
+        self._adapters: dict[str, Version] = {}
+        self._numbers: dict[str, int] = {}  # of adapters, for vLLM; never given to another
         self._labels: dict[str, Version] = {}
         self._tokens = 0  # of requests that were read to their end; the rest count themselves
         self._cached = 0
@@ -200,6 +205,10 @@ class VllmEngine(Engine):
         except (errors.Unsupported, errors.HostOutOfMemory, errors.MemoryFault):
             self._away -= new  # nothing was released
             raise
+        if Tag.WEIGHTS in wanted:
+            for name in [*self._adapters]:
+                if (overrides or {}).get(group_of(name), retention) is Retention.DISCARD:
+                    del self._adapters[name]
         return msgspec.structs.replace(report, recomputed_requests=frozen)
 
     async def release_kv_cache(self, *, keep_kv: bool = False) -> MemoryReport:
@@ -226,11 +235,15 @@ class VllmEngine(Engine):
         await transfer.fingerprints()
         await self.forget_old_versions()
         await transfer.commit()
-        await self.label(version)
+        await self.label(version, scope)
         return union.update(inner.reports, inner.wanted, len(inner.manifest.tensors))
 
-    async def label(self, version: Version) -> None:
-        """Stamp every later token with this version."""
+    async def label(self, version: Version, scope: Scope = FULL) -> None:
+        """Stamp every later token with this version; an adapter's is told by the status alone."""
+        if scope.kind is ScopeKind.ADAPTER:
+            self._numbers.setdefault(scope.name, len(self._numbers) + 1)
+            self._adapters[scope.name] = version
+            return
         self._labels[str(version)] = version
         await self.llm.update_weight_version(str(version))
         self._version = version
@@ -240,9 +253,16 @@ class VllmEngine(Engine):
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         self._check(request)
         params = sampling_params(request.sampling)
-        prompt = tokens_input(list(request.prompt), cache_salt=str(self._version))
+        adapter, salt = None, str(self._version)
+        if request.adapter is not None:
+            name = request.adapter
+            adapter = LoRARequest(name, self._numbers[name], PATH + name)
+            salt = f"{salt}/{name}/{self._adapters[name]}"
+        prompt = tokens_input(list(request.prompt), cache_salt=salt)
         try:
-            collector = await self.llm.add_request(request.request_id, prompt, params)
+            collector = await self.llm.add_request(
+                request.request_id, prompt, params, lora_request=adapter
+            )
         except EngineDeadError as error:
             raise errors.ReplicaLost(f"vLLM's engine core died: {error}") from error
         except (ValueError, VLLMClientError) as error:
@@ -324,7 +344,10 @@ class VllmEngine(Engine):
             running=() if still else begun,
             waiting=tuple(key for key in live if key not in begun),
             frozen=begun if still else (),
-            versions={TARGET: self._version} if self._version else {},
+            versions={
+                **({TARGET: self._version} if self._version else {}),
+                **{group_of(name): version for name, version in self._adapters.items()},
+            },
             kv_blocks_total=total,
             kv_blocks_used=round(self._stats.kv_usage * total),
             tokens_generated=self._tokens + sum(s.tokens for s in flight.streams.values()),
@@ -346,8 +369,10 @@ class VllmEngine(Engine):
         name = self.capabilities.backend
         if request.request_id in self._flight.streams:
             raise errors.UsageError(f"request id {request.request_id!r} is already in flight")
-        if request.adapter is not None:
+        if request.adapter is not None and not self.capabilities.adapter:
             raise errors.Unsupported("adapters", name, self.capabilities.adapter.how)
+        if request.adapter is not None and request.adapter not in self._adapters:
+            raise errors.WeightsNotLoaded(group_of(request.adapter), "unknown")
         if request.media:
             raise errors.Unsupported("media", name, "token ids only, for now")
         if request.sampling.stop and self._args["skip_tokenizer_init"]:

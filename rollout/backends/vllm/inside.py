@@ -15,10 +15,14 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequen
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import msgspec
+
 from hotbunk.rollout import errors
+from hotbunk.rollout.backends.vllm.adapters import alpha_of
+from hotbunk.rollout.backends.vllm.bank import AdapterBank
 from hotbunk.rollout.backends.vllm.parked import Counted, Own, Parked
 from hotbunk.rollout.backends.vllm.transfer_engine import HotbunkWeightTransferEngine
-from hotbunk.rollout.backends.vllm.weights import uncut
+from hotbunk.rollout.backends.vllm.weights import landed, uncut
 from hotbunk.rollout.contract import (
     FULL,
     NATIVE,
@@ -32,8 +36,10 @@ from hotbunk.rollout.contract import (
     MemoryReport,
     PauseMode,
     PauseReport,
+    ReceiverLayout,
     Retention,
     Scope,
+    ScopeKind,
     Tag,
     TokenChunk,
     Transfer,
@@ -75,6 +81,16 @@ class WorkerEngine(Engine):
         if pool is not None and pool.binding is not None:
             engine.arena = pool.binding.arena
         self.weights = engine.weights()
+        self.adapters: AdapterBank | None = None
+        if worker.vllm_config.lora_config is not None:
+            memory = None if pool is None else pool.pool
+            self.adapters = AdapterBank(worker, self.weights.routes, memory)
+
+    def found(self) -> dict[str, Any]:
+        """What this rank holds and may hold, as plain data."""
+        bank = self.adapters
+        able = None if bank is None else msgspec.to_builtins(bank.adaptable)
+        return {**self.weights.found(), "adaptable": able}
 
     async def resume(self, tags: Collection[str] | None = None) -> MemoryReport:
         wanted = parse_tags(tags)
@@ -92,7 +108,14 @@ class WorkerEngine(Engine):
         keep_kv: bool = False,
     ) -> MemoryReport:
         wanted = parse_tags(tags)
-        return await uncut(lambda: self._memory.release(wanted, retention, overrides or {}))
+        return await uncut(lambda: self._release(wanted, retention, overrides or {}))
+
+    def _release(
+        self, tags: Collection[Tag], retention: Retention, overrides: Mapping[str, Retention]
+    ) -> MemoryReport:
+        if self.adapters is not None and Tag.WEIGHTS in tags:
+            self.adapters.forget()
+        return self._memory.release(tags, retention, overrides)
 
     async def release_kv_cache(self, *, keep_kv: bool = False) -> MemoryReport:
         return await self.release([Tag.KV_CACHE], keep_kv=keep_kv)
@@ -100,10 +123,25 @@ class WorkerEngine(Engine):
     async def update_weights(
         self, transfer: Transfer, *, version: Version, scope: Scope = FULL
     ) -> UpdateReport:
+        if scope.kind is ScopeKind.ADAPTER and self.adapters is not None:
+            return await self._receive_adapter(self.adapters, transfer, version, scope.name)
         return await self.weights.receive(transfer, version, scope, self._session)
 
+    async def _receive_adapter(
+        self, bank: AdapterBank, transfer: Transfer, version: Version, name: str
+    ) -> UpdateReport:
+        """The base stays as it is, and vLLM has no session for what is beside it."""
+        manifest = transfer.manifest
+        layout = bank.adaptable.placements(manifest)
+        shapes = {spec.name: spec.shape for spec in manifest.tensors}
+        alpha = alpha_of(manifest)
+        return await landed(
+            transfer, version, ReceiverLayout(layout), lambda: bank.routes(name, shapes, alpha)
+        )
+
     async def digest(self, names: Collection[str] | None = None) -> Digests:
-        return await uncut(lambda: self.weights.digest(names))
+        beside = None if self.adapters is None else self.adapters.tensors()
+        return await uncut(lambda: self.weights.digest(names, beside))
 
     async def memory(self) -> MemoryReport:
         return await uncut(self._memory.memory)

@@ -22,7 +22,7 @@ _RESERVED = {
     "worker_cls": "on CPUs it keeps weights and KV in a pool that gives memory back",
     "pipeline_parallel_size": "ranks of a pipeline are not mapped yet",
     "speculative_config": "a draft model would keep its old weights",
-    "enable_lora": "adapters are not mapped yet",
+    "default_mm_loras": "adapters come through update_weights",
     "quantization": "quantised weights are not what the trainer sends",
     "load_format": "names and shapes are read from the checkpoint",
 }
@@ -67,6 +67,12 @@ class VllmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ConfigError(f"engine_args names {name!r}, which is an option of its own")
             if name in _RESERVED:
                 raise ConfigError(f"engine_args must not set {name!r}: {_RESERVED[name]}")
+
+    @property
+    def adapter_rank(self) -> int:
+        """The largest rank of an adapter; 0: there are none."""
+        asked = self.engine_args.get("enable_lora")
+        return int(self.engine_args.get("max_lora_rank", 16)) if asked else 0
 
     @property
     def grid(self) -> Grid:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from hotbunk.rollout import errors
 from hotbunk.rollout.arena import Survival
+from hotbunk.rollout.backends.vllm.adapters import slots
 from hotbunk.rollout.binding import ModuleBinding, tensor_over
 from hotbunk.rollout.contract import TARGET, ArenaReport, MemoryReport, Retention, Tag
 from hotbunk.rollout.device_pool import device_pool
@@ -51,7 +52,7 @@ class Pooled(Parked):
 
     def take_weights(self, model: nn.Module) -> None:
         """Move every tensor of the loaded model into an arena; the objects stay the same."""
-        self.binding = ModuleBinding(model, self.pool, Tag.WEIGHTS, TARGET)
+        self.binding = ModuleBinding(model, self.pool, Tag.WEIGHTS, TARGET, rebuilt=slots)
 
     @contextmanager
     def caches(self) -> Iterator[None]:
@@ -72,7 +73,8 @@ class Pooled(Parked):
     def release(
         self, tags: Collection[Tag], retention: Retention, overrides: Mapping[str, Retention]
     ) -> MemoryReport:
-        return self.pool.release(tags, {TARGET: retention, **overrides})
+        groups = {arena.group: retention for arena in self.pool.arenas()}  # adapters have theirs
+        return self.pool.release(tags, {**groups, **overrides})
 
     def resume(self, tags: Collection[Tag]) -> MemoryReport:
         return self.pool.resume(tags)

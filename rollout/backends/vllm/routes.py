@@ -96,7 +96,8 @@ class Routes(Mapping[str, Route]):
         self._routes: dict[str, Route] = {n: r for n, r in watch.routes.items() if r.pieces}
         ties: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            ties.setdefault(id(parameter), []).append(name)
+            # vLLM puts a layer that takes adapters around its own, which checkpoints know nothing of.
+            ties.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
         for names in ties.values():
             known = [self._routes[name] for name in names if name in self._routes]
             for name in names if known else ():

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from hotbunk.rollout import errors
+from hotbunk.rollout.backends.vllm.adapters import Adaptable, alpha_of
 from hotbunk.rollout.backends.vllm.landing import open_groups
 from hotbunk.rollout.contract import (
     ITEMSIZE,
@@ -24,10 +25,12 @@ from hotbunk.rollout.contract import (
     Placement,
     ReceiverLayout,
     Scope,
+    ScopeKind,
     TensorSpec,
     Transfer,
     UpdateReport,
     Version,
+    digest_name,
 )
 from hotbunk.rollout.intake import Intake, check_offer
 
@@ -42,6 +45,7 @@ class Bound(msgspec.Struct, frozen=True):
 
     placements: Mapping[str, Placement]
     ties: Sequence[frozenset[str]]
+    adaptable: Adaptable | None = None
 
 
 def merged(said: Sequence[Mapping[str, Any]], shards: int) -> Bound:
@@ -74,7 +78,8 @@ def merged(said: Sequence[Mapping[str, Any]], shards: int) -> Bound:
     # A tie on one rank is a tie; another rank of a pipeline may hold only one of the two.
     ties = {frozenset(names) for rank in said for names in rank["ties"]}
     largest = [tie for tie in ties if not any(tie < other for other in ties)]
-    return Bound(placements, largest)
+    able = said[0]["adaptable"]
+    return Bound(placements, largest, able and msgspec.convert(able, Adaptable))
 
 
 class Receiver:
@@ -88,9 +93,7 @@ class Receiver:
     ) -> UpdateReport:
         """One update, as :meth:`RolloutBackend.update_weights` describes it."""
         manifest = transfer.manifest
-        open_groups(manifest, scope)
-        known = self._bound.placements
-        check_offer(manifest, known, self._bound.ties)
+        known = self._known(manifest, scope)
         with Staging(manifest, known) as staging:
             layout = {name: known[name] for spec in manifest.tensors for name in spec.names}
             await transfer.accept(ReceiverLayout(layout))
@@ -99,19 +102,19 @@ class Receiver:
             applied = staging.intake.finish()
             self._check_ties(manifest, staging)
             expected = dict(await transfer.fingerprints())
-            found = await self._load(engine, staging)
+            found = await self._load(engine, staging, manifest)
         wrong = {
             spec.name
             for spec in manifest.tensors
             for name in spec.names
-            if spec.name in expected and found[name] != expected[spec.name]
+            if spec.name in expected and found[digest_name(spec.group, name)] != expected[spec.name]
         }
         if wrong:
             raise errors.VerifyFailed(wrong)
         # KV is keyed by version, so what frozen requests hold may stay; the rest is dead weight.
         await engine.forget_old_versions()
         await transfer.commit()
-        await engine.label(version)
+        await engine.label(version, scope)
         return UpdateReport(
             version,
             applied=applied,
@@ -120,10 +123,24 @@ class Receiver:
             verified="applied" if expected else "none",
         )
 
-    async def _load(self, engine: VllmEngine, staging: Staging) -> Mapping[str, int]:
+    def _known(self, manifest: Manifest, scope: Scope) -> Mapping[str, Placement]:
+        """What the tensors on offer would be here. :raises UpdateRefused: they have no place."""
+        if scope.kind is ScopeKind.ADAPTER and self._bound.adaptable is not None:
+            return self._bound.adaptable.placements(manifest)
+        open_groups(manifest, scope)
+        check_offer(manifest, self._bound.placements, self._bound.ties)
+        return self._bound.placements
+
+    async def _load(
+        self, engine: VllmEngine, staging: Staging, manifest: Manifest
+    ) -> Mapping[str, int]:
         """Into every worker, and read back from every one. :raises EngineFailed: some could not."""
-        await engine.everywhere("hotbunk_load", staging.path, staging.table())
-        names = [name for spec in staging.specs for name in spec.names]
+        if manifest.scope.kind is ScopeKind.ADAPTER:
+            its = (manifest.scope.name, alpha_of(manifest))
+            await engine.everywhere("hotbunk_load_adapter", staging.path, staging.table(), *its)
+        else:
+            await engine.everywhere("hotbunk_load", staging.path, staging.table())
+        names = [digest_name(spec.group, name) for spec in staging.specs for name in spec.names]
         return (await engine.ranks.digest(names)).values
 
     def _check_ties(self, manifest: Manifest, staging: Staging) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
@@ -97,36 +98,25 @@ class Weights:
         arena = None
         if all(place.offset >= 0 or not math.prod(place.shape) for place in layout.values()):
             arena = self._handle()
-        await transfer.accept(ReceiverLayout(layout), arena)
-        with session():
-            landing = await uncut(lambda: Landing(manifest, self.routes))
-            async for bucket in transfer.buckets():
-                await uncut(lambda bucket=bucket: landing.write(bucket))  # type: ignore[misc]
-            applied = await uncut(landing.finish)
-            expected = dict(await transfer.fingerprints())
-            wrong = await uncut(lambda: landing.differing(expected)) if expected else []
-            if wrong:
-                raise errors.VerifyFailed(wrong)
-        await transfer.commit()
-        return UpdateReport(
-            version,
-            applied=applied,
-            nbytes=landing.intake.nbytes,
-            buckets=landing.intake.buckets,
-            verified="applied" if expected else "none",
+        return await landed(
+            transfer, version, ReceiverLayout(layout), lambda: self.routes, arena, session
         )
 
-    def digest(self, names: Collection[str] | None) -> Digests:
+    def digest(
+        self, names: Collection[str] | None, others: Mapping[str, Route] | None = None
+    ) -> Digests:
         """Fingerprints as the bytes lie here; of a part at its place in the whole.
 
+        :param others: what lies here beside the base, by the name that digests give it.
         :raises UnknownNames: no such tensor.
         """
-        unknown = set(names or ()) - self.routes.keys()
+        known = {**self.routes, **(others or {})}
+        unknown = set(names or ()) - known.keys()
         if unknown:
             raise errors.UnknownNames(unknown)
         values, slices = {}, {}
-        for name in names if names is not None else self.routes:
-            route: Route = self.routes[name]
+        for name in names if names is not None else known:
+            route: Route = known[name]
             values[name] = fingerprint(route.read())
             if part := slices_of(route):
                 slices[name] = part
@@ -140,3 +130,46 @@ class Weights:
         return (
             None if fd is None or self.arena is None else ArenaHandle("file", self.arena.size, fd)
         )
+
+
+async def landed(
+    transfer: Transfer,
+    version: Version,
+    layout: ReceiverLayout,
+    routes: Callable[[], Mapping[str, Route]],
+    arena: ArenaHandle | None = None,
+    session: Session = nullcontext,
+) -> UpdateReport:
+    """Accept, take what comes, compare it where it lies, vote.
+
+    :param routes: where it goes; asked for when the first bytes have come, and not before.
+    :raises UpdateRefused: before the first byte; nothing changed.
+    :raises UpdateFailed: after it.
+    """
+    manifest = transfer.manifest
+
+    def begin() -> Landing:
+        return Landing(manifest, routes())
+
+    await transfer.accept(layout, arena)
+    with session():
+        landing: Landing | None = None
+        async for bucket in transfer.buckets():
+            if landing is None:
+                landing = await uncut(begin)
+            await uncut(partial(landing.write, bucket))
+        if landing is None:  # an update without a byte is one, too
+            landing = await uncut(begin)
+        applied = await uncut(landing.finish)
+        expected = dict(await transfer.fingerprints())
+        wrong = await uncut(partial(landing.differing, expected)) if expected else []
+        if wrong:
+            raise errors.VerifyFailed(wrong)
+    await transfer.commit()
+    return UpdateReport(
+        version,
+        applied=applied,
+        nbytes=landing.intake.nbytes,
+        buckets=landing.intake.buckets,
+        verified="applied" if expected else "none",
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from hotbunk.rollout.arena import Survival
 from hotbunk.rollout.backends.vllm.parked import storages
-from hotbunk.rollout.backends.vllm.routes import Routes
+from hotbunk.rollout.backends.vllm.routes import Route, Routes
 from hotbunk.rollout.binding import dtype_from, dtype_name
 
 _GREEDY = 1e-5  # a lower temperature counts as greedy in vLLM
@@ -46,7 +47,8 @@ class WorkerExtension:
         parallel = self.vllm_config.parallel_config
         shards = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         inside.serve(engine, f"{folder}/{inside.rank_of(self)}", sharded=shards > 1)
-        return engine.weights.found()
+        found: dict[str, Any] = engine.found()
+        return found
 
     def hotbunk_temper(self) -> None:
         """Log-probs are at the request's temperature from now on, also without an adapter here."""
@@ -55,25 +57,19 @@ class WorkerExtension:
             self._hotbunk_tempered = True
 
     def hotbunk_load(self, path: str, table: list[list[Any]]) -> None:
-        """Write tensors from a file.
+        """Write tensors of the base from a file.
 
         :param table: ``[names, dtype, shape, offset]`` of each tensor; it goes to all its names.
         """
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(descriptor)
-        for names, dtype, shape, offset in table:
-            tensor = torch.empty(shape, dtype=dtype_from(dtype))
-            if tensor.numel():
-                flat = torch.frombuffer(
-                    data, dtype=tensor.dtype, count=tensor.numel(), offset=offset
-                )
-                tensor = flat.view(tensor.shape)
-            for name in names:
-                self._hotbunk_routes[name].write(tensor)
+        _write(path, table, self._hotbunk_routes)
         self.model_runner.reset_lora_state()
+
+    def hotbunk_load_adapter(
+        self, path: str, table: list[list[Any]], name: str, alpha: float | None
+    ) -> None:
+        """The same for all of an adapter."""
+        shapes = {names[0]: tuple(shape) for names, _, shape, _ in table}
+        _write(path, table, self.hotbunk_engine.adapters.routes(name, shapes, alpha))
 
     def hotbunk_addresses(self) -> dict[str, Any]:
         """Where everything lies, for whoever reads this process's memory from outside."""
@@ -98,6 +94,21 @@ class WorkerExtension:
                 for name, route in self._hotbunk_routes.items()
             },
         }
+
+
+def _write(path: str, table: list[list[Any]], routes: Mapping[str, Route]) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        data = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+    for names, dtype, shape, offset in table:
+        tensor = torch.empty(shape, dtype=dtype_from(dtype))
+        if tensor.numel():
+            flat = torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+            tensor = flat.view(tensor.shape)
+        for name in names:
+            routes[name].write(tensor)
 
 
 def _state(arena: Any) -> int:

@@ -64,6 +64,7 @@ def declared(surface: Surface, way: str) -> Capabilities:
         partial=NATIVE
         if way == ENGINE
         else unsupported("vLLM's loader corrupts fused tensors of which a part is sent"),
+        adapter=unsupported("a server loads adapters from directories, which no sync fills"),
         caches=CACHES,
         memory_measured_by="accounting",
         ranks=ranks_of(surface) if way == ENGINE else 1,

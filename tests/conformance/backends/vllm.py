@@ -21,13 +21,22 @@ import torch
 
 from hotbunk.checkpoint_engine.source import specs_of
 from hotbunk.conformance.backends import vllm_inside
-from hotbunk.conformance.kit import greedy, make_model, save_model, save_tokenizer, text_of
+from hotbunk.conformance.kit import (
+    greedy,
+    make_adapter,
+    make_model,
+    merged,
+    save_model,
+    save_tokenizer,
+    text_of,
+)
 from hotbunk.conformance.scratch import Scratch
 from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.conformance.under_test import BackendUnderTest, Tensors
 from hotbunk.rollout.arena import PAGE
 from hotbunk.rollout.binding import dtype_from
 from hotbunk.rollout.contract import (
+    ADAPTER_PREFIX,
     FULL,
     TARGET,
     AbortReport,
@@ -112,6 +121,12 @@ class VllmUnderTest(BackendUnderTest):
         self.model = cache(lambda version: make_model(family, version, tied=tied, **SIZES))
         self._weights = cache(self._weights_of)
         self._golden = cache(lambda prompt, version, n: greedy(self.model(version), prompt, n))
+        self._adapter = cache(
+            lambda name, version: make_adapter(self.model(0), name, version)  # shapes alone
+        )
+        self._merged = cache(
+            lambda base, name, version: merged(self.model(base), self._adapter(name, version))
+        )
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the suite's own words are read
         self._create()  # says now what is wrong with the options
 
@@ -139,6 +154,18 @@ class VllmUnderTest(BackendUnderTest):
 
     def golden(self, prompt: Sequence[int], version: int, n: int) -> list[int]:
         return list(self._golden(tuple(prompt), version, n))
+
+    def adapter(self, name: str, version: int) -> Tensors:
+        tensors = self._adapter(name, version)
+        return [
+            (spec, as_bytes(tensors[spec.name]).numpy().tobytes())
+            for spec in specs_of(tensors.items(), ADAPTER_PREFIX + name).values()
+        ]
+
+    def adapter_golden(
+        self, prompt: Sequence[int], version: int, name: str, adapter_version: int, n: int
+    ) -> list[int]:
+        return greedy(self._merged(version, name, adapter_version), prompt, n)
 
     def text(self, tokens: Sequence[int]) -> str | None:
         return text_of(tokens) if self._says else None
