@@ -72,7 +72,8 @@ class VllmEngine(Engine):
         self.grid = options.grid
         self._llm: Any = None
         self._stats = Stats()
-        self._flight: Flight[Stream] = Flight(lambda: self.llm)
+        self._flight: Flight[Stream] = Flight(lambda: self.llm, self._silenced)
+        self._silent = ""  # why nothing is asked of its core any more
         self._version: Version | None = None
         self._adapters: dict[str, Version] = {}
         self._numbers: dict[str, int] = {}  # of adapters, for vLLM; never given to another
@@ -89,8 +90,9 @@ class VllmEngine(Engine):
         """vLLM's own engine. :raises ReplicaLost: it is not up."""
         if self._llm is None:
             raise errors.ReplicaLost("vLLM is not running", remedy="restart the engine")
-        if self._llm.errored:
-            raise errors.ReplicaLost("vLLM's engine core died", remedy="restart the engine")
+        if self._llm.errored or self._silent:
+            why = self._silent or "vLLM's engine core died"
+            raise errors.ReplicaLost(why, remedy="restart the engine")
         return self._llm
 
     async def start(self) -> None:
@@ -138,6 +140,10 @@ class VllmEngine(Engine):
         finally:
             if self._links is not None:
                 await self._links.close()
+
+    def _silenced(self, why: str) -> None:
+        self._silent = self._silent or why
+        self._lost(why)
 
     def _lost(self, why: str) -> None:
         if not self._closed and self.on_lost is not None:
@@ -286,7 +292,7 @@ class VllmEngine(Engine):
             self._cached += stream.cached
             if not stream.ended.is_set():
                 stream.stop()
-                if self._llm is not None and not self._llm.errored:
+                if self._llm is not None and not self._llm.errored and not self._silent:
                     await self._llm.abort(stream.internal_id, internal=True)
             flight.changed()
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from hotbunk.rollout import errors
+from hotbunk.rollout.calls import noted
 from hotbunk.rollout.contract import AbortReport, PauseMode, PauseReport
 
 _SECONDS = 10.0  # for outputs that are on their way already
+SILENCE = 30.0  # of an engine core that was asked between two steps: it hangs
 
 
 class InFlight(Protocol):
@@ -34,12 +36,17 @@ class Flight(Generic[S]):
     """The streams of one engine, and the pause it is in (``mode``; None: open).
 
     :param llm: gives vLLM's engine, or says that it is dead.
+    :param on_silence: told why an engine core that answers no pause or resume is lost, also when
+        whoever asked has long given up; None: nobody here can tell.
     """
 
-    def __init__(self, llm: Callable[[], Any]) -> None:
+    def __init__(
+        self, llm: Callable[[], Any], on_silence: Callable[[str], object] | None = None
+    ) -> None:
         self.streams: dict[str, S] = {}
         self.mode: PauseMode | None = None
         self._llm = llm
+        self._on_silence = on_silence
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
@@ -62,7 +69,7 @@ class Flight(Generic[S]):
             await self._drain(clear_cache)
         else:
             self._become(mode)
-            await self._llm().pause_generation(mode=mode.value, clear_cache=clear_cache)
+            await self._stop(mode, clear_cache)
         if mode is PauseMode.ABORT:
             await self._until_ended(before, "pause(abort)")
         frozen = [key for key, stream in before.items() if not stream.ended.is_set()]
@@ -78,7 +85,7 @@ class Flight(Generic[S]):
     async def resume(self) -> None:
         """Open generation."""
         self._become(None)
-        await self._llm().resume_generation()
+        await self._ask(self._llm().resume_generation())
 
     async def abort(self, request_ids: Collection[str] | None) -> AbortReport:
         """End these requests (None: all)."""
@@ -106,14 +113,28 @@ class Flight(Generic[S]):
         """
         self._become(PauseMode.WAIT)
         if self.alive():
-            await self._llm().resume_generation()
+            await self._ask(self._llm().resume_generation())
         while self.mode is PauseMode.WAIT and self.alive():
             self._changed.clear()
             await self._changed.wait()
         if self.mode is None:
             raise errors.SessionError("generation was resumed before the pause was complete")
         if self.mode is PauseMode.WAIT:
-            await self._llm().pause_generation(mode="keep", clear_cache=clear_cache)
+            await self._stop(PauseMode.KEEP, clear_cache)
+
+    async def _stop(self, mode: PauseMode, clear_cache: bool) -> None:
+        pause = self._llm().pause_generation
+        await self._ask(pause(mode=mode.value, clear_cache=clear_cache))
+
+    async def _ask(self, asked: Awaitable[object]) -> None:
+        """What an engine core does between two steps, or not at all.
+
+        :raises ReplicaLost: it hangs.
+        """
+        if self._on_silence is None:
+            await asked
+        else:
+            await _heard(asked, self._on_silence)
 
     async def _until_ended(self, streams: Mapping[str, S], verb: str) -> None:
         """Their last outputs were sent before vLLM answered: they come in a moment, or never.
@@ -130,3 +151,26 @@ class Flight(Generic[S]):
                 f"{verb} ended {len(streams) - len(left)} of {len(streams)} requests; still in "
                 f"flight: {errors.shown(left)}"
             ) from None
+
+
+async def _heard(asked: Awaitable[object], on_silence: Callable[[str], object]) -> None:
+    """Await an answer. Who waits for it may give up; whether it comes is seen all the same.
+
+    :raises ReplicaLost: there was none.
+    """
+    why = f"vLLM's engine core hangs: it has not answered for {SILENCE:g} s"
+    answer = asyncio.ensure_future(asked)
+    given_up = asyncio.get_running_loop().create_future()
+
+    def silent() -> None:
+        on_silence(why)
+        given_up.cancel()
+        answer.cancel()
+
+    watch = asyncio.get_running_loop().call_later(SILENCE, silent)
+    answer.add_done_callback(lambda _: watch.cancel())
+    answer.add_done_callback(noted)
+    await asyncio.wait({answer, given_up}, return_when=asyncio.FIRST_COMPLETED)
+    if given_up.cancelled():
+        raise errors.ReplicaLost(why, remedy="restart the engine")
+    await answer

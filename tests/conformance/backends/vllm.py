@@ -109,7 +109,6 @@ class VllmUnderTest(BackendUnderTest):
             "groups_that_take_no_update": "there is one weight group, and it takes updates",
             "every_group_moves_with_an_update": "there is one weight group",
             "verification_reads_memory": "its buckets are written and compared in one call",
-            "a_resume_without_room_is_undone": "nothing makes vLLM's device refuse",
         }
         if not tied:
             self.expected_not_run["tied_tensors"] = "this model ties nothing; tied=true does"
@@ -224,6 +223,13 @@ class VllmUnderTest(BackendUnderTest):
         setattr(engine, inside[point], broken)
         return True
 
+    def starve(self, tag: Tag) -> bool:
+        engine: Any = self._engine
+        if not engine.capabilities.release:
+            return False
+        vllm_inside.ask(engine._links.folder, f"starve {tag.value}")
+        return True
+
     async def kill(self) -> bool:
         os.kill(self._where["pid"], signal.SIGKILL)
         return True
@@ -299,6 +305,11 @@ class Reused(Engine):
     async def start(self) -> None:
         self._engine = await self._owner.engine()
         self.capabilities = self._engine.capabilities  # one elsewhere knows them only now
+        self._engine.on_lost = self._tell  # whoever drives this one is to know
+
+    def _tell(self, why: str) -> None:
+        if self.on_lost is not None:
+            self.on_lost(why)
 
     async def close(self) -> None:
         """The next case resets what this one leaves."""

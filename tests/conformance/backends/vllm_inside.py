@@ -31,6 +31,7 @@ def _breaks(folder: str, point: str) -> bool:
 def _made() -> type:
     from hotbunk.conformance.tickets import register
     from hotbunk.rollout.backends.vllm.worker import WorkerExtension
+    from hotbunk.rollout.errors import ResumeOutOfMemory
 
     class SuitesExtension(WorkerExtension):
         """vLLM mixes it into its worker."""
@@ -47,12 +48,26 @@ def _made() -> type:
                 "digest": "verify",
             }.items():
                 setattr(self.hotbunk_engine, verb, self._suite_broken(verb, point))
+            if (pool := getattr(self, "hotbunk_pool", None)) is not None:
+                self._suite_starved(pool.pool)
             return found
 
         def hotbunk_load(self, path: str, table: list[list[Any]]) -> None:
             super().hotbunk_load(path, table)
             if _breaks(self._suite_folder, "post_load"):
                 raise RuntimeError("post_load breaks")
+
+        def _suite_starved(self, pool: Any) -> None:
+            mapped = pool.resume
+
+            def resume(tags: Any) -> Any:
+                for tag in tags:
+                    if _breaks(self._suite_folder, f"starve {tag}"):
+                        needed = sum(a.reserved for a in pool.memory().arenas if a.tag == tag)
+                        raise ResumeOutOfMemory(str(tag), needed, 0)
+                return mapped(tags)
+
+            pool.resume = resume
 
         def _suite_broken(self, verb: str, point: str) -> Any:
             inner = getattr(self.hotbunk_engine, verb)

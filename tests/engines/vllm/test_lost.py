@@ -21,7 +21,15 @@ from hotbunk.checkpoint_engine.source import module_source
 from hotbunk.conformance import tickets
 from hotbunk.conformance.backends.vllm import VllmUnderTest
 from hotbunk.rollout import errors
-from hotbunk.rollout.contract import FinishReason, GenerateRequest, Sampling, Version, collect
+from hotbunk.rollout.backends.vllm import pauses
+from hotbunk.rollout.contract import (
+    FinishReason,
+    GenerateRequest,
+    PauseMode,
+    Sampling,
+    Version,
+    collect,
+)
 from hotbunk.rollout.process.handle import start
 from hotbunk.rollout.process.spec import ReplicaSpec
 from hotbunk.rollout.registry import load_transport
@@ -104,6 +112,42 @@ async def test_one_that_hangs_in_a_release_is_lost_in_time(
     again = await untied.engine()
     done = await collect(again.generate(ask(untied.prompts[0])))
     assert list(done.token_ids) == untied.golden(untied.prompts[0], 0, 8)
+
+
+@pytest.mark.parametrize(
+    "verb, patience", [pytest.param("sleep", 60.0, marks=pytest.mark.slow), ("pause", 0.2)]
+)
+async def test_a_core_that_hangs_when_it_is_to_stand_still_is_lost(
+    verb: str,
+    patience: float,
+    replica: Replica,
+    untied: VllmUnderTest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing of it is asked but a pause, and that is all that could tell."""
+    monkeypatch.setattr(pauses, "SILENCE", 1.5)
+    prompt = untied.prompts[0]
+    running = asyncio.create_task(collect(replica.generate(ask(prompt, 900))))
+    streams = untied._engine._flight.streams  # type: ignore[union-attr]
+    await until(lambda: any(s.tokens for s in streams.values()))
+    os.kill(untied._where["pid"], signal.SIGSTOP)
+    asked = (
+        replica.pause_generation(PauseMode.KEEP, deadline=patience)
+        if verb == "pause"
+        else replica.sleep(1, mode=PauseMode.ABORT, deadline=patience)
+    )
+    why = errors.ReplicaLost if patience > 1.5 else errors.RequestsInFlight
+    with pytest.raises(why):
+        await asyncio.wait_for(asked, 20.0)
+    cut = await asyncio.wait_for(running, 20.0)
+    assert (cut.finish_reason, cut.retryable) == (FinishReason.ABORT, True)
+    await replica.status()
+    assert replica.health is Health.LOST
+    with pytest.raises(errors.ReplicaLost):
+        await collect(replica.generate(ask(prompt)))
+    again = await untied.engine()  # the one that stands still is ended, and another started
+    done = await collect(again.generate(ask(prompt)))
+    assert list(done.token_ids) == untied.golden(prompt, 0, 8)
 
 
 async def test_in_a_process_of_its_own_it_sleeps_takes_syncs_and_goes_with_it(

@@ -316,6 +316,12 @@ async def test_two_shards_take_their_halves_and_sleep(
 
     report = await replica.sleep(2)
     assert report.resident() == 0
+    for tag in Tag:  # in one of the two, so what the other has mapped goes, too
+        assert sharded.starve(tag)
+        with pytest.raises(errors.ResumeOutOfMemory):
+            await replica.wake_up()
+        assert (await replica.memory()).resident() == 0
+    assert (await replica.status()).health is Health.OK
     await replica.wake_up(["weights"])
     await sync(replica, shm, sharded, 4)
     await replica.wake_up()
