@@ -131,12 +131,18 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
 
 
 def test_training_options_all_run(tmp_path: Path) -> None:
-    options = ("trainer.epochs=2", "trainer.mini_batches=2", "trainer.kl_coef=0.05")
+    options = (
+        "trainer.epochs=2",
+        "trainer.mini_batches=2",
+        "trainer.kl_coef=0.05",
+        "trainer.entropy_coef=0.02",
+    )
     more = ("trainer.micro_batch=3", "trainer.save_every=1", "tiny.family=qwen3", "strict=true")
     out = tmp_path / "a"
     done = hotbunk("train", f"out={out}", "steps=2", *SMALL, *options, *more)
     assert done.returncode == 0, done.stderr
     assert lines(out)[1]["train/kl"] > 0
+    assert 0 < lines(out)[1]["train/entropy"] < 10
     assert len(list((out / "checkpoints").iterdir())) == 2
 
 

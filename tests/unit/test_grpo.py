@@ -10,6 +10,7 @@ import torch
 from hotbunk.rollout.contract import Completion, FinishReason, Version, VersionSpan
 from hotbunk.trainer_hooks.recipes.grpo import (
     Batch,
+    entropies,
     group_advantages,
     grpo_loss,
     importance_weights,
@@ -83,6 +84,23 @@ def test_the_penalty_is_zero_only_at_the_reference() -> None:
     assert float(at.value) == at.kl == 0.0
     assert away.kl == pytest.approx(math.exp(0.3) - 0.3 - 1, rel=1e-5)
     assert float(away.value) == pytest.approx(0.5 * away.kl, rel=1e-5)
+
+
+def test_entropy_is_counted_in_nats_and_earns_a_bonus() -> None:
+    even, sure = torch.zeros(1, 1, 8), torch.full((1, 1, 8), -1e9)
+    sure[..., 3] = 0
+    assert float(entropies(even.log_softmax(-1))) == pytest.approx(math.log(8))
+    assert float(entropies(sure.log_softmax(-1))) == 0
+    nothing = torch.zeros(1, 1)
+    logits = torch.tensor([[[2.0, 0.0, 0.0]]], requires_grad=True)
+    entropy = entropies(logits.log_softmax(-1))
+    loss = grpo_loss(
+        nothing, nothing, _batch(0.0), clip=0.2, tokens=1.0, entropy=entropy, entropy_coef=0.1
+    )
+    assert float(loss.value.detach()) == pytest.approx(-0.1 * float(entropy.detach()), rel=1e-5)
+    loss.value.backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None
+    assert logits.grad[0, 0, 0] > 0 > logits.grad[0, 0, 1], "a step makes the likeliest less likely"
 
 
 def test_pieces_of_a_minibatch_add_up() -> None:

@@ -98,6 +98,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grad_clip: float = 1.0
     clip: float = 0.2
     kl_coef: float = 0.0
+    entropy_coef: float = 0.0
     epochs: int = 1
     mini_batches: int = 1
     micro_batch: int = 256
@@ -153,8 +154,8 @@ class TrainerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if self.temperature <= 0:
             raise ConfigError(f"trainer.temperature={self.temperature} must be above 0")
-        if self.lr < 0 or self.clip <= 0 or self.kl_coef < 0:
-            raise ConfigError("trainer.lr, trainer.clip and trainer.kl_coef must not be negative")
+        if self.clip <= 0 or min(self.lr, self.kl_coef, self.entropy_coef) < 0:
+            raise ConfigError("trainer.lr, clip, kl_coef and entropy_coef must not be negative")
         if not (0 < self.gamma <= 1 and 0 <= self.lam <= 1):
             raise ConfigError(f"trainer.gamma={self.gamma} and trainer.lam={self.lam} are shares")
         if self.critic_lr < 0 or self.value_clip <= 0:

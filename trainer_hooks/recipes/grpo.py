@@ -113,14 +113,29 @@ def overdue_scale(staleness: torch.Tensor, limit: int) -> torch.Tensor:
     return ((1 + limit) / (1 + staleness)).clamp(max=1.0)
 
 
-def token_logprobs(model: Any, ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The model's log-probs of tokens 1.. of each row, [responses, tokens - 1], in float32.
+def all_logprobs(model: Any, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Of every token there is, after each but the last: [responses, tokens - 1, vocabulary], float32.
 
     Log-softmax at ``temperature``, untruncated: what the engine reports for the tokens it draws.
     """
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits.float()
-    chosen: torch.Tensor = (logits / temperature).log_softmax(-1).gather(2, ids[:, 1:, None])
-    return chosen.squeeze(2)
+    every: torch.Tensor = (logits / temperature).log_softmax(-1)
+    return every
+
+
+def of_tokens(every: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Those of tokens 1.. of each row, [responses, tokens - 1], of what ``all_logprobs`` gives."""
+    return every.gather(2, ids[:, 1:, None]).squeeze(2)
+
+
+def token_logprobs(model: Any, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """The model's log-probs of tokens 1.. of each row, [responses, tokens - 1]."""
+    return of_tokens(all_logprobs(model, ids, temperature), ids)
+
+
+def entropies(every: torch.Tensor) -> torch.Tensor:
+    """In nats, of what ``all_logprobs`` gives: [responses, tokens - 1]."""
+    return -(every.exp() * every).sum(-1)
 
 
 @dataclass(frozen=True)
@@ -142,12 +157,14 @@ def grpo_loss(
     reference: torch.Tensor | None = None,
     kl_coef: float = 0.0,
     weights: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+    entropy_coef: float = 0.0,
 ) -> Loss:
     """The clipped loss of some rows, summed over response tokens and divided by ``tokens``.
 
     ``tokens`` is the count over the whole minibatch, so that pieces of it add up. All log-probs,
-    and ``weights``, are [responses, tokens - 1]. ``old`` is what the ratio is clipped around;
-    ``weights`` multiply the clipped term, not the penalty.
+    ``weights`` and ``entropy`` (nats), are [responses, tokens - 1]. ``old`` is what the ratio is
+    clipped around; ``weights`` multiply the clipped term, not the penalty, nor the bonus for entropy.
     """
     ratio = (logprobs - old).exp()
     advantage = batch.advantages if batch.advantages.dim() == 2 else batch.advantages[:, None]
@@ -161,5 +178,7 @@ def grpo_loss(
         divergence = gap.exp() - gap - 1
         per_token = per_token + kl_coef * divergence
         kl = float((divergence.detach() * batch.mask).sum() / tokens)
+    if entropy is not None:
+        per_token = per_token - entropy_coef * entropy
     clipped = float(((bounded < plain).float() * batch.mask).sum() / tokens)
     return Loss((per_token * batch.mask).sum() / tokens, kl, clipped)

@@ -250,6 +250,7 @@ class Job(ABC):
             "train/loss": stats.loss,
             "train/grad_norm": stats.grad_norm,
             "train/kl": stats.kl,
+            "train/entropy": stats.entropy,
             "train/clipped": stats.clipped,
         }
 

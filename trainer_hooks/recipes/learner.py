@@ -18,8 +18,11 @@ from hotbunk.rollout.arena import MemoryPool
 from hotbunk.trainer_hooks.recipes.config import Overdue, TrainerConfig
 from hotbunk.trainer_hooks.recipes.grpo import (
     Batch,
+    all_logprobs,
+    entropies,
     grpo_loss,
     importance_weights,
+    of_tokens,
     overdue_scale,
     token_logprobs,
 )
@@ -33,13 +36,15 @@ class StepStats:
 
     ``logprob_diff_max`` is between rollout and trainer, over the ``fresh`` tokens: those that the
     very version being trained has made; NaN where there are none. ``weight``: mean importance
-    weight of a token; ``truncated``: the share of tokens whose weight was cut to the cap.
+    weight of a token; ``truncated``: the share of tokens whose weight was cut to the cap. ``entropy``:
+    of a token's distribution, in nats, estimated from the tokens that were drawn.
     """
 
     loss: float
     grad_norm: float
     kl: float
     clipped: float
+    entropy: float
     weight: float
     truncated: float
     fresh: int
@@ -55,6 +60,7 @@ class _Piece:
     grad_norm: float = 0.0
     kl: float = 0.0
     clipped: float = 0.0
+    entropy: float = 0.0
     weight: float = 0.0
     truncated: float = 0.0
 
@@ -124,10 +130,11 @@ class Learner:
         config = self.config
         tokens = float(batch.mask[chosen].sum())
         self.optimizer.zero_grad(set_to_none=False)
-        loss = kl = clipped = weight = truncated = 0.0
+        loss = kl = clipped = entropy = weight = truncated = 0.0
         for rows in torch.split(chosen, config.micro_batch):
             part = batch.rows(rows)
-            ours = token_logprobs(self.model, part.ids, config.temperature)
+            every = all_logprobs(self.model, part.ids, config.temperature)
+            ours = of_tokens(every, part.ids)
             seen[rows] = ours.detach()
             reference = None
             if self._reference is not None:
@@ -149,15 +156,19 @@ class Learner:
                 reference=reference,
                 kl_coef=config.kl_coef,
                 weights=weights,
+                entropy=entropies(every) if config.entropy_coef > 0 else None,
+                entropy_coef=config.entropy_coef,
             )
+            del every
             result.value.backward()  # type: ignore[no-untyped-call]
             loss += float(result.value.detach())
             kl, clipped = kl + result.kl, clipped + result.clipped
+            entropy -= float((ours.detach() * part.mask).sum()) / tokens
             used = part.mask if weights is None else part.mask * weights
             weight += float(used.sum()) / tokens
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip)
         self.optimizer.step()
-        return _Piece(loss, float(norm), kl, clipped, weight, truncated)
+        return _Piece(loss, float(norm), kl, clipped, entropy, weight, truncated)
 
     @torch.no_grad()
     def _logprobs(self, batch: Batch) -> torch.Tensor:
