@@ -34,6 +34,8 @@ _EXTRAS = {
     "tenacity": "http",
 }
 
+# Engines that configurations name and no adapter here drives. A package may bring one.
+_NOT_HERE = {"sglang": "SGLang", "trtllm": "TensorRT-LLM", "vllm_ascend": "vLLM on Ascend NPUs"}
 
 # Registered in this process, and found before what is installed.
 _registered: dict[tuple[str, str], EntryPoint] = {}
@@ -76,6 +78,12 @@ def find(group: str, name: str) -> EntryPoint:
             _found[group, name] = point
             return point
     known = names(group)
+    if group == BACKENDS and name in _NOT_HERE:
+        raise BackendNotFound(
+            f"no backend named {name!r}: this hotbunk has no adapter for {_NOT_HERE[name]}",
+            remedy=f"install a package that registers {name!r} under the entry point group "
+            f"{BACKENDS}, or choose one of {', '.join(known)}",
+        )
     raise BackendNotFound(
         f"no {kind} named {name!r}{closest(name, known)}",
         remedy=f"installed: {', '.join(known) or 'none'}",

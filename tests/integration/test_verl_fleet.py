@@ -6,6 +6,7 @@ goes between them is bytes, as it is in a Ray job.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,7 +16,14 @@ import torch
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import SyncPolicy
-from hotbunk.rollout.contract import Deployment, Version
+from hotbunk.rollout.contract import (
+    Deployment,
+    FinishReason,
+    GenerateRequest,
+    Sampling,
+    Version,
+    collect,
+)
 from hotbunk.rollout.errors import SyncFailed, TrainerFailed, TransferFailed
 from hotbunk.rollout.handle import LocalHandle
 from hotbunk.trainer_hooks.recipes.models import load_model
@@ -222,6 +230,34 @@ async def test_a_replica_that_has_nothing_to_go_on_with_is_an_error(fleet: Any) 
     assert await served(one) == {None}
     await one.fleet.update(1)
     assert await served(one) == {Version(0, 1)}
+
+
+def asked(name: str, tokens: int) -> GenerateRequest:
+    return GenerateRequest(name, (5, 6, 7), Sampling(max_tokens=tokens, ignore_eos=True))
+
+
+async def test_what_an_abort_cut_off_is_held_through_the_turn_until_it_is_resumed(
+    fleet: Any,
+) -> None:
+    """``colocate_async``: abort, sleep, update, resume. A sync opens nothing that the abort closed."""
+    one = await fleet(deployment=Deployment.HYBRID)
+    await one.fleet.update(0)
+    (handle,) = one.manager.replicas
+    cut = asyncio.create_task(collect(handle.generate(asked("cut", 200))))
+    while not (await handle.status()).running:  # noqa: ASYNC110 - the test's timeout bounds it
+        await asyncio.sleep(0.001)
+    await one.fleet.abort(reject=False)
+    first = await cut
+    assert first.finish_reason is FinishReason.ABORT
+    assert {span.version for span in first.spans} <= {Version(0, 0)}
+    await one.manager.sleep_replicas()
+    again = asyncio.create_task(collect(handle.generate(asked("again", 4))))
+    await one.fleet.update(1)
+    assert (await handle.status()).held == ("again",)
+    assert not again.done()
+    await one.manager.resume_generation_replicas()
+    done = await again
+    assert [(s.version, s.start, s.end) for s in done.spans] == [(Version(0, 1), 0, 4)]
 
 
 async def test_an_adapter_travels_alone_once_its_base_is_there(fleet: Any) -> None:

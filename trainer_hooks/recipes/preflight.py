@@ -9,7 +9,7 @@ from typing import Any
 
 from hotbunk.rollout.contract import Deployment
 from hotbunk.rollout.errors import ConfigError
-from hotbunk.rollout.registry import TRANSPORTS, create_backend, find, names
+from hotbunk.rollout.registry import BACKENDS, TRANSPORTS, create_backend, find, names
 from hotbunk.trainer_hooks.recipes import checkpoint
 from hotbunk.trainer_hooks.recipes.config import RunConfig
 from hotbunk.trainer_hooks.recipes.judge import judge_model
@@ -51,6 +51,7 @@ def plan_run(config: RunConfig, *, resume: bool = False) -> Plan:
     :raises ConfigError: a task, model, checkpoint or length that cannot work; a folder in use.
     :raises BackendNotFound: no such backend or transport.
     """
+    find(BACKENDS, config.rollout.name)
     find(TRANSPORTS, config.transport.name)
     _check_processes(config)
     if config.trainer.decoupled:

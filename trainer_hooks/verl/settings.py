@@ -21,7 +21,7 @@ import msgspec
 from hotbunk.checkpoint_engine.policy import SyncPolicy
 from hotbunk.rollout.contract import Deployment
 from hotbunk.rollout.errors import ConfigError, Unsupported
-from hotbunk.rollout.options import convert_nested
+from hotbunk.rollout.options import convert
 from hotbunk.rollout.process import ReplicaSpec
 from hotbunk.rollout.status import Deadlines
 
@@ -68,7 +68,10 @@ def settings(rollout: Any) -> Settings:
     :raises ConfigError: an unknown key, or a bad value.
     """
     custom = plain(getattr(rollout, "custom", None)) or {}
-    return convert_nested(custom.get(SECTION) or {}, Settings, SECTION)
+    said = {**(custom.get(SECTION) or {})}
+    if isinstance(deadlines := said.get("deadlines"), Mapping):
+        said["deadlines"] = convert(deadlines, Deadlines, "hotbunk.deadlines")
+    return convert(said, Settings, SECTION)
 
 
 def sync_policy(rollout: Any, defaults: Mapping[str, Any]) -> SyncPolicy:
@@ -78,7 +81,7 @@ def sync_policy(rollout: Any, defaults: Mapping[str, Any]) -> SyncPolicy:
     """
     megabytes = int(rollout.checkpoint_engine.update_weights_bucket_megabytes)
     chosen = {"bucket_bytes": megabytes << 20, **defaults, **settings(rollout).policy}
-    return convert_nested(chosen, SyncPolicy, "hotbunk.policy")
+    return convert(chosen, SyncPolicy, "hotbunk.policy")
 
 
 def transport_of(backend: str) -> str:

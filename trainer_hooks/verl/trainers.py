@@ -16,9 +16,10 @@ from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.config import omega_conf_to_dataclass
 
+from hotbunk.rollout import registry
 from hotbunk.rollout.contract import Deployment, PauseMode
 from hotbunk.trainer_hooks.verl import surfaces
-from hotbunk.trainer_hooks.verl.settings import SECTION, backend_of, sync_policy
+from hotbunk.trainer_hooks.verl.settings import SECTION, backend_of, sync_policy, transport_of
 
 ACTORS = frozenset({"actor", "actor_rollout", "actor_rollout_ref"})
 
@@ -30,6 +31,7 @@ def prepared(config: Any, mode: str) -> Any:
     the one ours stands on; what is under ``hotbunk`` goes where rollouts find it.
 
     :raises ConfigError: an unknown key under ``hotbunk``, or a rollout that is not hotbunk's.
+    :raises BackendNotFound: there is no such backend or transport.
     """
     with open_dict(config):
         config.trainer.v1.trainer_mode = mode
@@ -39,7 +41,8 @@ def prepared(config: Any, mode: str) -> Any:
             custom = OmegaConf.to_container(rollout.get("custom") or OmegaConf.create({}))
             rollout.custom = {**dict(custom or {}), SECTION: section}  # type: ignore[arg-type]
     sync_policy(rollout, {})
-    backend_of(rollout)
+    registry.find(registry.BACKENDS, backend_of(rollout))
+    registry.find(registry.TRANSPORTS, transport_of(rollout.checkpoint_engine.backend))
     return config
 
 

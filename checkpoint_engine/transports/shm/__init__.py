@@ -34,14 +34,22 @@ class ShmTransport(Transport):
     :param stall: seconds; a receiver that does not take a bucket for so long is left out, one that
         has not accepted by then is not waited for, and receivers give a silent sender up.
     :param directory: where the sockets' directories are made (default: the system's temporary one).
+    :param one_copy: a receiver that cannot be written in place is refused, not served by two copies.
     """
 
     name = "shm"
 
-    def __init__(self, *, stall: float = 30.0, directory: Path | str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        stall: float = 30.0,
+        directory: Path | str | None = None,
+        one_copy: bool = False,
+    ) -> None:
         if stall <= 0:
             raise ConfigError(f"stall={stall} must be above 0 seconds")
         self._stall = stall
+        self._one_copy = one_copy
         self._directory = None if directory is None else Path(directory)
         self._sender: Sender | None = None
         self._open: ShmOffer | None = None
@@ -61,7 +69,9 @@ class ShmTransport(Transport):
             raise SessionError("the last offer of this transport is still open")
         if self._sender is None:
             self._sender = Sender(self._directory)
-        self._open = ShmOffer(self._sender, source, manifest, ranks, deadline, self._stall)
+        self._open = ShmOffer(
+            self._sender, source, manifest, ranks, deadline, self._stall, one_copy=self._one_copy
+        )
         return self._open
 
     @staticmethod

@@ -10,9 +10,12 @@ from hotbunk.checkpoint_engine.transports import unix
 from hotbunk.checkpoint_engine.transports.mapped import Arena, Way
 from hotbunk.checkpoint_engine.transports.mapping import Halves as AnyHalves
 from hotbunk.checkpoint_engine.transports.mapping import MappedLink, MappedOffer
+from hotbunk.checkpoint_engine.transports.parties import Member
+from hotbunk.checkpoint_engine.transports.protocol import Accept
 from hotbunk.checkpoint_engine.transports.shm.memory import Halves, Mapped, Memory
 from hotbunk.checkpoint_engine.transports.streams import Plans
 from hotbunk.rollout.contract import Manifest
+from hotbunk.rollout.errors import UpdateRefused
 
 
 class Sender:
@@ -42,10 +45,21 @@ class ShmOffer(MappedOffer):
         ranks: Sequence[int],
         deadline: float,
         stall: float,
+        *,
+        one_copy: bool = False,
     ) -> None:
         door = unix.UnixDoor(sender.directory)
         super().__init__("shm", door, source, manifest, ranks=ranks, deadline=deadline, stall=stall)
         self._sender = sender
+        self._one_copy = one_copy
+
+    def examine(self, member: Member, said: Accept, fd: int | None) -> None:
+        super().examine(member, said, fd)
+        if self._one_copy and member.want and member not in self._arenas:
+            raise UpdateRefused(
+                "one copy was asked for, and this receiver has no memory that it can be written to",
+                remedy="set one_copy=false (transport=shm), or use an engine that shows its arena",
+            )
 
     def map_arena(self, arena: Arena, fd: int | None) -> Mapped | None:
         if arena.kind != "file" or fd is None:

@@ -41,9 +41,13 @@ def _metrics(output: str) -> Metrics:
     return found
 
 
+_NUMPY = re.compile(r"np\.\w+\((.*)\)")  # as numpy 2 prints a number of its own
+
+
 def _number(text: str) -> float:
+    wrapped = _NUMPY.fullmatch(text)
     try:
-        return float(text)
+        return float(wrapped[1] if wrapped else text)
     except ValueError:
         return float("nan")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from hotbunk.rollout.contract import PauseMode
-from hotbunk.rollout.errors import ConfigError
-from hotbunk.trainer_hooks.verl.settings import settings, sync_policy
+from hotbunk.rollout.errors import BackendNotFound, ConfigError
+from hotbunk.trainer_hooks.verl.settings import adapts, backend_of, settings, sync_policy
 from hotbunk.trainer_hooks.verl.trainers import prepared
 
 
@@ -74,8 +75,11 @@ def test_what_is_under_hotbunk_goes_where_rollouts_find_it() -> None:
 @pytest.mark.parametrize(
     "override, word",
     [
-        ("+hotbunk.retrys=1", "retrys"),
-        ("+hotbunk.policy.paus=keep", "paus"),
+        ("+hotbunk.retrys=1", "'retrys'; did you mean 'retries'"),
+        ("+hotbunk.policy.paus=keep", "'paus'; did you mean 'pause'"),
+        ("+hotbunk.policy.pause=kep", "kep"),
+        ("+hotbunk.deadlines.hld=3", "'hld'; did you mean 'hold'"),
+        ("hotbunk.retries=-1", "must be 0 or more"),
         ("actor_rollout_ref.rollout.name=vllm", "vllm"),
     ],
 )
@@ -83,6 +87,59 @@ def test_mistakes_are_named_before_anything_starts(override: str, word: str) -> 
     config = composed("+verl=[grpo,cpu,tiny]", override)
     with pytest.raises(ConfigError, match=word):
         prepared(config, "sync")
+
+
+@pytest.mark.parametrize(
+    "override, word",
+    [
+        ("actor_rollout_ref.rollout.name=hotbunk_referense", "did you mean 'reference'"),
+        ("actor_rollout_ref.rollout.name=hotbunk_sglang", "has no adapter for SGLang"),
+        ("actor_rollout_ref.rollout.checkpoint_engine.backend=hotbunk_smh", "did you mean 'shm'"),
+    ],
+)
+def test_what_is_not_there_is_named_before_anything_starts(override: str, word: str) -> None:
+    config = composed("+verl=[grpo,cpu,tiny]", override)
+    with pytest.raises(BackendNotFound, match=word) as error:
+        prepared(config, "sync")
+    assert error.value.remedy
+
+
+MODES = {
+    "grpo": "sync",
+    "ppo": "sync",
+    "colocate_async": "colocate_async",
+    "separate_async": "separate_async",
+}
+COMBINED = [
+    (base, *(one for one in others if one))
+    for base, *others in itertools.product(
+        MODES, ("", "lora"), ("", "vllm", "npu"), ("cpu", ""), ("tiny",)
+    )
+]
+# On a laptop in CI; on a device, which none of the others can tell apart, with the slow ones.
+SORTED = [
+    pytest.param(groups, id="-".join(groups), marks=() if "cpu" in groups else pytest.mark.slow)
+    for groups in COMBINED
+]
+
+
+@pytest.mark.parametrize("groups", SORTED)
+def test_every_combination_of_our_groups_is_understood(groups: tuple[str, ...]) -> None:
+    """verl's own file takes all of them; ours says what it is, or what is not there."""
+    config = made(*groups)
+    mode = MODES[groups[0]]
+    assert config.trainer.v1.trainer_mode == f"hotbunk_{mode}"
+    rollout = config.actor_rollout_ref.rollout
+    wanted = next((one for one in ("npu", "vllm") if one in groups), "reference")
+    assert backend_of(rollout) == wanted.replace("npu", "vllm_ascend")
+    assert adapts(config.actor_rollout_ref.model) is ("lora" in groups)
+    if "npu" in groups:
+        with pytest.raises(BackendNotFound, match="has no adapter for vLLM on Ascend"):
+            prepared(config, mode)
+        return
+    prepared(config, mode)
+    keeps = sync_policy(rollout, {}).pause is PauseMode.KEEP
+    assert keeps is (mode == "separate_async")
 
 
 def test_a_run_without_our_section_has_our_defaults() -> None:

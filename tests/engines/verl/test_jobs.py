@@ -107,6 +107,39 @@ def test_engines_elsewhere_get_the_adapter_while_requests_are_in_flight(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_responses_that_a_turn_cut_off_go_on_after_it_and_after_failed_ones(
+    jobs: ModuleType, assets: Path
+) -> None:
+    """``colocate_async``: more responses are asked for than a step takes, and the rest is cut off when
+    the trainer's turn comes. lr=0: a response of two versions is compared with the newer one."""
+    faults = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.hotbunk_faulty"
+    job = jobs.run(
+        assets,
+        "+verl=[grpo,cpu,tiny]",
+        "trainer.v1.trainer_mode=hotbunk_colocate_async",
+        "actor_rollout_ref.actor.optim.lr=0",
+        "data.max_response_length=256",
+        "actor_rollout_ref.rollout.max_num_seqs=8",  # so that a turn finds some of them half done
+        "actor_rollout_ref.rollout.ignore_eos=true",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=hotbunk_faulty",
+        f"+{faults}.cut=[1]",
+        f"+{faults}.scale=[2]",
+        f"+{faults}.kill=[3]",
+        steps=5,
+        seconds=600,
+    )
+    assert len(job.steps) == 5, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column(ORACLE)) <= EXACT
+    assert job.column("checkpoint_engine/failed_attempts") == [1, 1, 1, 0, 0]
+    assert job.column("checkpoint_engine/committed") == [1] * 5
+    assert (
+        max(job.column("training/off_policy/trajectory_spans/max")) >= 2
+    )  # some lived through one
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ppo_with_a_critic_and_a_kl_reference(jobs: ModuleType, assets: Path) -> None:
     """Actor, critic, reference and engine take turns on one device."""

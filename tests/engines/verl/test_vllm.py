@@ -17,6 +17,30 @@ pytestmark = [
 ]
 
 
+def test_taking_turns_with_vllm_in_an_environment_of_its_own(
+    jobs: ModuleType, assets: Path
+) -> None:
+    """It sleeps at level 2 while the trainer trains. Two packed syncs fail: one at the trainer, one
+    where a tensor is changed on its way, which is found before vLLM may use it."""
+    faults = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.hotbunk_faulty"
+    job = jobs.run(
+        assets,
+        "+verl=[grpo,vllm,cpu,tiny]",
+        f"hotbunk.rollout_python={VLLM}",
+        "actor_rollout_ref.rollout.max_num_seqs=32",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=hotbunk_faulty",
+        f"+{faults}.cut=[1]",
+        f"+{faults}.scale=[2]",
+        steps=4,
+        seconds=800,
+    )
+    assert len(job.steps) == 4, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column("training/rollout_probs_diff_max")) <= 1e-6
+    assert job.column("checkpoint_engine/failed_attempts") == [1, 1, 0, 0]
+    assert job.column("checkpoint_engine/committed") == [1] * 4
+
+
 def test_requests_in_flight_live_through_syncs_in_an_environment_of_vllms_own(
     jobs: ModuleType, assets: Path
 ) -> None:

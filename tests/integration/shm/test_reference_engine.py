@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,3 +164,24 @@ async def test_what_the_engine_lacks_is_refused_before_a_byte(
         await managed(target).update_weights(state_dict_source(state), Version(0, 1))
     assert await target.digest() == before
     await asyncio.sleep(0)
+
+
+async def test_who_cannot_be_written_in_place_is_refused_where_one_copy_was_asked_for(
+    tiny: Any, kit: Any, replica: Any, tmp_path: Path
+) -> None:
+    """Before a byte moves, and with the way out; who can has the weights all the same."""
+    transport = ShmTransport(stall=1.5, directory=tmp_path, one_copy=True)
+    packed = await replica(tiny(seed=0))
+    shared = await replica(tiny(seed=0), share_weights=True)
+    manager = CheckpointEngineManager(
+        [LocalHandle(packed), LocalHandle(shared)], transport, policy=POLICY
+    )
+    with pytest.raises(errors.SyncFailed, match="one copy was asked for") as failed:
+        await manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1))
+    assert [o.outcome for o in failed.value.report.outcomes] == [
+        Outcome.ROLLED_BACK,
+        Outcome.COMMITTED,
+    ]
+    assert list((await kit.complete(shared, PROMPT)).token_ids) == kit.golden(tiny(seed=1), PROMPT)
+    assert list((await kit.complete(packed, PROMPT)).token_ids) == kit.golden(tiny(seed=0), PROMPT)
+    await transport.close()
