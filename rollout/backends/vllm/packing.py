@@ -16,15 +16,19 @@ def turn_off() -> None:
     """From now on in this process, for models that are loaded for ``BACKEND``. Idempotent."""
     import vllm.model_executor.layers.utils as layer_utils
     from torch import nn
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config_or_none
 
     pack = layer_utils.dispatch_cpu_unquantized_gemm
     if getattr(pack, "by_hotbunk", False):
         return
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        chosen = get_current_vllm_config().weight_transfer_config
-        if chosen is not None and chosen.backend == BACKEND:
+        # Who loads weights again (verl's own rollout does) has no configuration at hand: a layer
+        # then stays what it was made.
+        config = get_current_vllm_config_or_none()
+        chosen = config.weight_transfer_config if config is not None else None
+        plain = layer.__dict__.get("cpu_linear") is nn.functional.linear
+        if plain if config is None else chosen is not None and chosen.backend == BACKEND:
             layer.cpu_linear = nn.functional.linear
         else:
             pack(layer, remove_weight)
