@@ -121,6 +121,9 @@ def _temper(sampler: Any) -> None:
 
     vLLM gives either raw ones (before the temperature) or processed ones (after truncation, too).
     """
+    if not isinstance(sampler, nn.Module):
+        _temper_v2(sampler)
+        return
     temperatures: list[torch.Tensor | None] = [None]
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -140,3 +143,32 @@ def _temper(sampler: Any) -> None:
     sampler.register_forward_pre_hook(before, with_kwargs=True)
     sampler.register_forward_hook(after, always_call=True)
     sampler.compute_logprobs = compute
+
+
+def _temper_v2(sampler: Any) -> None:
+    """The same for the V2 model runner, which cannot run where this was written (it needs Triton).
+
+    Its processed log-probs are of what ``sample`` returns beside the tokens, and of nothing else.
+    """
+    inner, states = sampler.sample, sampler.sampling_states
+
+    def sample(
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: Any,
+        *args: Any,
+        return_logprobs: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        where = (expanded_idx_mapping, idx_mapping, idx_mapping_np)
+        # It need not know of log-probs: only then may it use its fused kernels.
+        sampled, processed = inner(logits, *where, *args, **kwargs)
+        if not return_logprobs:
+            return sampled, processed
+        tempered = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
+        states.apply_temperature(tempered, expanded_idx_mapping, idx_mapping_np)
+        return sampled, tempered
+
+    sampler.sample = sample
+    sampler.logprobs_mode = "processed_logprobs"

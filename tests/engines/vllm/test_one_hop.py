@@ -210,13 +210,16 @@ async def test_a_draft_model_is_refused(replica: Replica, untied: VllmUnderTest,
     await is_version(replica, untied, 0)
 
 
-@pytest.mark.parametrize("sender", ["Corrupted", "Truncated", "WrongStart", "Raising"])
+@pytest.mark.parametrize(
+    "sender", ["Corrupted", "Truncated", "WrongStart", "Raising", "FailedElsewhere"]
+)
 async def test_a_broken_update_leaves_nothing_that_the_next_one_meets(
     replica: Replica, untied: VllmUnderTest, tmp_path: Path, sender: str
 ) -> None:
     """A session of vLLM's own that fails stays open, and what it buffered is replayed."""
+    where = {} if sender == "FailedElsewhere" else {"at": -1}
     with pytest.raises(errors.HotbunkError) as failed:
-        await told(replica, untied, tmp_path, 1, sender=sender, at=-1)
+        await told(replica, untied, tmp_path, 1, sender=sender, **where)
     assert isinstance(failed.value, errors.UpdateFailed | errors.EngineFailed)
     engine: Any = untied._engine
     assert await engine.llm.get_weight_version() == str(Version(0, 0)), "the label moves last"
