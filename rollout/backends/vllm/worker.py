@@ -121,9 +121,11 @@ def _temper(sampler: Any) -> None:
 
     vLLM gives either raw ones (before the temperature) or processed ones (after truncation, too).
     """
-    if not isinstance(sampler, nn.Module):
-        _temper_v2(sampler)
-        return
+    (_temper_v1 if isinstance(sampler, nn.Module) else _temper_v2)(sampler)
+
+
+def _temper_v1(sampler: Any) -> None:
+    """A module, whose log-probs are a method of their own."""
     temperatures: list[torch.Tensor | None] = [None]
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

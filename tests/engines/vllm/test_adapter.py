@@ -183,6 +183,7 @@ async def test_digest_and_memory_are_what_lies_there(
         await engine.digest(["nobody"])
 
 
+@pytest.mark.slow
 async def test_two_ranks_hold_shards_and_verify_them_together() -> None:
     it = under_test("vllm", tensor_parallel_size=2)
     assert isinstance(it, VllmUnderTest)

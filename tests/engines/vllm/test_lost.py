@@ -70,7 +70,7 @@ async def asleep(replica: Replica, *_: Any) -> Any:
     await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("phase", [hanging_update, asleep])
+@pytest.mark.parametrize("phase", [hanging_update, pytest.param(asleep, marks=pytest.mark.slow)])
 async def test_killed_in_the_middle_it_is_lost_and_another_takes_its_place(
     phase: Callable[..., Any], replica: Replica, untied: VllmUnderTest, tmp_path: Path
 ) -> None:
@@ -97,6 +97,7 @@ async def test_killed_in_the_middle_it_is_lost_and_another_takes_its_place(
     assert list(done.token_ids) == untied.golden(untied.prompts[0], 0, 8)
 
 
+@pytest.mark.slow
 async def test_one_that_hangs_in_a_release_is_lost_in_time(
     replica: Replica, untied: VllmUnderTest
 ) -> None:
