@@ -1,20 +1,19 @@
 """The verbs that cases call, straight to a server: no gate, no state table, no rule of ours.
 
-What a report would say is what the suite's own streams show. A call that means nothing must be answered
-with 422 (CONTRACT.md, the HTTP control plane); anything else is said as it came.
+What a report would say is what the suite's own streams show.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
 import msgspec
 
-from hotbunk.conformance.backends.stock.dialect import Call, Dialect, not_part
+from hotbunk.conformance.backends.stock.asking import Came, Server, ended
+from hotbunk.conformance.backends.stock.dialect import Dialect, not_part
 from hotbunk.conformance.rig import Unseen
 from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.conformance.under_test import Tensors
@@ -37,22 +36,11 @@ from hotbunk.rollout.contract import (
     UpdateReport,
     Version,
 )
-from hotbunk.rollout.errors import (
-    DeadlineExceeded,
-    EngineFailed,
-    KVNotResident,
-    ReplicaLost,
-    UnknownTag,
-    Unsupported,
-    UsageError,
-    WeightsNotLoaded,
-)
+from hotbunk.rollout.errors import EngineFailed, UnknownTag, Unsupported, UsageError
 from hotbunk.rollout.fingerprint import KIND
 from hotbunk.rollout.lifecycle import KV
 from hotbunk.rollout.status import Deadlines, Health, ReplicaStatus
 
-MEANINGLESS = 422  # how a server has to answer what cannot be meant
-UNAVAILABLE = 503  # how generation answers where content is missing
 Publish = Callable[[Tensors], Path]
 
 
@@ -68,16 +56,11 @@ class Bare:
         publish: Publish,
         fresh: Tensors,
     ) -> None:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self.url, self.dialect, self.deadlines = url.rstrip("/"), dialect, deadlines
-        self._client = httpx.AsyncClient(
-            base_url=self.url,
-            headers=headers,
-            timeout=None,
-            trust_env=False,
-        )
+        self.dialect, self.deadlines = dialect, deadlines
+        self._server = Server(url, key, dialect, deadlines)
+        self.url, self._ask = self._server.url, self._server.ask
         self._publish, self._fresh = publish, fresh
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Came] = {}
         self._sent: Version | None = None
         self._kv_away = False
         self._kept_kv = True
@@ -103,7 +86,7 @@ class Bare:
 
     async def close(self) -> None:
         """Stop listening to it. It goes on."""
-        await self._client.aclose()
+        await self._server.close()
 
     async def check_invariants(self) -> None:
         """Nothing of its inside is known."""
@@ -241,7 +224,7 @@ class Bare:
         call = self.dialect.pause(mode, clear_cache=clear_cache)
         await self._ask(call, meant=meant, wrong=UsageError, seconds=self.deadlines.drain)
         if mode != PauseMode.KEEP:
-            await _ended(running.values(), self.deadlines.grace)
+            await ended(running.values(), self.deadlines.grace)
         self._kept_kv = self._kept_kv and not clear_cache
         ends = {name: stream.reason for name, stream in running.items()}
         return PauseReport(
@@ -263,7 +246,7 @@ class Bare:
         asked = {name: self._streams[name] for name in ids if name in self._streams}
         for name in [None] if request_ids is None else request_ids:
             await self._ask(self.dialect.abort(name))
-        await _ended(asked.values(), self.deadlines.grace)
+        await ended(asked.values(), self.deadlines.grace)
         aborted = [name for name, s in asked.items() if s.reason is FinishReason.ABORT]
         return AbortReport(tuple(aborted), tuple(n for n in ids if n not in asked))
 
@@ -283,30 +266,19 @@ class Bare:
         if request.version is not None or request.adapter is not None:
             raise not_part("a request for one version or adapter")
         call, reader = self.dialect.generate(request), self.dialect.reader(request)
-        stream = self._streams[request.request_id] = _Stream()
-        sent = self._client.build_request(call.method, call.path, json=call.body)
+        stream = self._streams[request.request_id] = Came()
         try:
-            answer = await self._patiently(self._client.send(sent, stream=True))
-            if answer.status_code != httpx.codes.OK:
-                raise self._refusal(answer.status_code, await answer.aread())
-            try:
-                lines = answer.aiter_lines()
-                while (line := await self._patiently(anext(lines, None))) is not None:
+            async with aclosing(self._server.lines(call, lambda: self._kv_away)) as lines:
+                async for line in lines:
                     if line.startswith("data: ") and line != "data: [DONE]":
                         for chunk in reader.read(msgspec.json.decode(line[6:])):
                             stream.add(chunk)
                             yield chunk
-                for chunk in reader.end():
-                    stream.add(chunk)
-                    yield chunk
-                if stream.reason is None:
-                    raise EngineFailed("a stream ended without a finish reason", where=self.url)
-            finally:
-                await answer.aclose()
-        except httpx.HTTPError as error:
-            raise ReplicaLost(
-                f"{call.path}: {str(error) or type(error).__name__}", where=self.url
-            ) from error
+            for chunk in reader.end():
+                stream.add(chunk)
+                yield chunk
+            if stream.reason is None:
+                raise EngineFailed("a stream ended without a finish reason", where=self.url)
         finally:
             stream.over.set()
             if self._streams.get(request.request_id) is stream:
@@ -342,67 +314,6 @@ class Bare:
 
     # -- inside -------------------------------------------------------------------------------
 
-    async def _ask(
-        self,
-        call: Call,
-        *,
-        meant: bool = True,
-        wrong: type[UsageError] = UsageError,
-        seconds: float | None = None,
-    ) -> Any:
-        limit = self.deadlines.memory if seconds is None else seconds
-        try:
-            async with asyncio.timeout(limit):
-                answer = await self._client.request(
-                    call.method, call.path, params=cast(Any, call.query), json=call.body
-                )
-        except TimeoutError:
-            raise DeadlineExceeded(call.path, limit, where=self.url) from None
-        except httpx.HTTPError as error:
-            raise ReplicaLost(
-                f"{call.path}: {str(error) or type(error).__name__}", where=self.url
-            ) from error
-        status, said = answer.status_code, answer.text[:300]
-        shown = f"{call.method} {answer.request.url.raw_path.decode()} answered {status}: {said}"
-        if not meant:
-            if status == MEANINGLESS:
-                raise wrong(shown)
-            raise EngineFailed(f"{shown} (the contract says {MEANINGLESS})", where=self.url)
-        if status != httpx.codes.OK:
-            raise EngineFailed(shown, where=self.url)
-        return (
-            answer.text if "json" not in answer.headers.get("content-type", "") else answer.json()
-        )
-
-    async def _patiently(self, waiting: Any) -> Any:
-        asking = asyncio.ensure_future(waiting)
-        try:
-            while True:
-                limit = 2 * self.deadlines.hold
-                done, _ = await asyncio.wait({asking}, timeout=limit)
-                if done:
-                    return asking.result()
-                seen = await self.dialect.seen(self._ask)
-                if seen.paused or seen.sleeping:
-                    raise Unseen(
-                        f"it holds a request for more than {limit:g} s: for how long is its own"
-                    )
-                raise EngineFailed(f"no token in {limit:g} s, and it is not paused", where=self.url)
-        finally:
-            if not asking.done():
-                asking.cancel()
-                await asyncio.wait({asking})
-
-    def _refusal(self, status: int, body: bytes) -> Exception:
-        said = f"{status}: {body[:300].decode(errors='replace')}"
-        if status == UNAVAILABLE and self._kv_away:
-            return KVNotResident(where=self.url)
-        if status == UNAVAILABLE:
-            return WeightsNotLoaded(TARGET, said, where=self.url)
-        if httpx.codes.is_client_error(status):
-            return UsageError(said, where=self.url)
-        return EngineFailed(f"a request was answered {said}", where=self.url)
-
     def _keeps(self, level: int) -> bool:
         kept = Retention.BACKUP if level == 1 else Retention.DISCARD
         return level != 0 and kept in self.capabilities.retentions
@@ -411,28 +322,6 @@ class Bare:
         self._kv_away = self._kv_away or (level != 0 and Tag.KV_CACHE in tags)
         if level == 2 and Tag.WEIGHTS in tags:
             self._sent = None
-
-
-class _Stream:
-    """What came of a request so far."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.reason: FinishReason | None = None
-        self.over = asyncio.Event()
-
-    def add(self, chunk: TokenChunk) -> None:
-        self.tokens += len(chunk.token_ids)
-        self.reason = chunk.finish_reason or self.reason
-
-
-async def _ended(streams: Collection[_Stream], seconds: float) -> None:
-    """Until they are over, or it takes too long."""
-    waiting = [asyncio.ensure_future(stream.over.wait()) for stream in streams]
-    if waiting:
-        _, late = await asyncio.wait(waiting, timeout=seconds)
-        for one in late:
-            one.cancel()
 
 
 def _known(tags: Collection[str]) -> bool:
