@@ -75,7 +75,10 @@ class MemoryReport(msgspec.Struct, frozen=True):
 
 
 class UpdateReport(msgspec.Struct, frozen=True):
-    """What an update did. ``applied`` counts manifest entries; all of them is the only success."""
+    """What an update did. ``applied`` counts manifest entries; all of them is the only success.
+
+    ``nbytes`` are the bytes that the receivers took: of every rank that the engine declares.
+    """
 
     version: Version
     applied: int = 0

@@ -77,11 +77,14 @@ async def relay(handle: Taker, transfer: Transfer, transport: str, deadline: flo
                 raise
             if not report.skipped:
                 await serving
-                return report
+                # The relay is one receiver, however many ranks take what it offers.
+                return msgspec.structs.replace(report, nbytes=source.nbytes)
             # The server never noticed what went wrong here before: it has this version whole.
             await asyncio.to_thread(lambda: deque(source.tensors(), maxlen=0))
             applied = len(manifest.tensors)
-            return msgspec.structs.replace(report, skipped=False, applied=applied)
+            return msgspec.structs.replace(
+                report, skipped=False, applied=applied, nbytes=source.nbytes
+            )
         finally:
             source.stop()
             await abandoned(serving)
@@ -95,6 +98,7 @@ class _Relayed:
 
     def __init__(self, transfer: Transfer) -> None:
         self.error: HotbunkError | None = None
+        self.nbytes = 0  # that came, once all did
         self._transfer = transfer
         self._loop = asyncio.get_running_loop()
         self._waiting: concurrent.futures.Future[Any] | None = None
@@ -139,6 +143,7 @@ class _Relayed:
                 yield self._tensor(at, parts, sums)
                 at += 1
         intake.finish()
+        self.nbytes = intake.nbytes
         rest = [self._tensor(n, parts, sums) for n in range(at, len(specs))]
         expected = self._do(self._transfer.fingerprints())
         differing = {name for name, value in expected.items() if sums.get(name) != value}
@@ -171,6 +176,8 @@ class _Relayed:
             raise TransferFailed("the update was given up")
         waiting = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._waiting = waiting
+        if self._stopped:  # just now, and stop() saw nothing to cancel
+            waiting.cancel()
         try:
             return waiting.result()
         except (asyncio.CancelledError, concurrent.futures.CancelledError):
