@@ -14,7 +14,6 @@ from hotbunk.rollout.contract import (
     NATIVE,
     Ability,
     Capabilities,
-    Gate,
     PauseMode,
     Retention,
     unsupported,
@@ -129,16 +128,13 @@ def chosen(level: Level, names: Sequence[str]) -> list[Case]:
 def ability(caps: Capabilities, name: str) -> Ability:
     """How a backend keeps the capability of that name.
 
-    Names are the fields of :class:`Capabilities`, or ``retention.<r>``, ``pause.<mode>``, or
-    ``gate.in_engine``.
+    Names are the fields of :class:`Capabilities`, or ``retention.<r>``, ``pause.<mode>``.
     """
     kind, _, what = name.partition(".")
     if kind == "retention":
         return NATIVE if Retention(what) in caps.retentions else unsupported("not declared")
     if kind == "pause":
         return caps.pause.get(PauseMode(what), unsupported("not declared"))
-    if kind == "gate":
-        return NATIVE if caps.gate is Gate(what) else unsupported(f"the gate is {caps.gate}")
     found = getattr(caps, name)
     if not isinstance(found, Ability):
         raise TypeError(f"{name!r} is not a capability that is kept or not")

@@ -62,7 +62,7 @@ abort ends requests wherever they are, those asked for and no others; admission 
 Token ids in, token ids out; a request that cannot be meant is refused, and others go on.
 = senseless_requests_are_refused samples_share_a_prompt stop_tokens_end_a_response
 = stop_strings_end_a_response alternatives_come_with_each_token log_probs_are_log_probs
-= a_seed_repeats_its_draws positional_draws_continue
+= a_seed_repeats_its_draws positional_draws_continue company_changes_nothing
 
 [Verbs: caches]
 reset_caches forgets what is computed from weights, by name; what is not declared is refused.

@@ -22,7 +22,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 8192,
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": 0,

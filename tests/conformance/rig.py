@@ -92,6 +92,11 @@ class Running:
             raise AssertionError("the request ended without a token")
         return self
 
+    async def goes_on(self) -> Running:
+        """Until another token is here."""
+        self._some.clear()
+        return await self.started()
+
     @property
     def done(self) -> bool:
         """Whether it ended, well or not."""
@@ -228,12 +233,30 @@ class Rig:
         self._requests.append(running)
         return running
 
-    async def caught(self, *prompts: Sequence[int]) -> list[Running]:
-        """Long requests, each caught after its first token."""
-        running = [self.submit(prompt, self.ut.long_tokens) for prompt in prompts]
+    async def caught(self, *prompts: Sequence[int], endless: bool = False) -> list[Running]:
+        """Long requests, each caught after its first token. ``endless``: the case will end them."""
+        tokens = (endless and self.ut.endless_tokens) or self.ut.long_tokens
+        running = [self.submit(prompt, tokens) for prompt in prompts]
         for request in running:
             await request.started()
         return running
+
+    async def cut(self, running: Sequence[Running], version: int) -> None:
+        """These, of the first prompts in order, go on; then they are dropped, and gone.
+
+        All that came of each is what ``version`` makes of its prompt.
+        """
+        for one in running:
+            await one.goes_on()
+        for one in running:
+            one.task.cancel()
+        await asyncio.wait({one.task for one in running})
+        for one, prompt in zip(running, self.ut.prompts, strict=False):
+            want = self.ut.golden(prompt, version, len(one.tokens))
+            assert one.tokens == want, f"tokens {one.tokens} and version {version} makes {want}"
+        async with asyncio.timeout(self.ut.deadlines.drain):
+            while (await self.replica.status()).backend.running:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
 
     async def complete(
         self, prompt: Sequence[int], tokens: int | None = None, **more: Any

@@ -23,6 +23,7 @@ from hotbunk.conformance.under_test import BackendUnderTest
 from hotbunk.rollout.errors import HotbunkError
 
 MATRIX = "matrix.json"
+DEPTH = 30  # of the awaits that are shown of a case that hangs
 LOG_TAIL = 20  # lines of a failed case's log that its result keeps
 _CASES = Path(__file__).resolve().parent / "cases"
 _STDLIB = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
@@ -97,7 +98,8 @@ async def run_case(one: Case, under_test: BackendUnderTest, seed: int = 0) -> Ca
         if not task.cancelled() and isinstance(task.exception(), Unseen):
             under_test.expected_not_run = {**under_test.expected_not_run, one.name: detail}
     else:
-        status, detail = Status.FAIL, f"not over after {under_test.case_deadline:g} s"
+        status = Status.FAIL
+        detail = f"not over after {under_test.case_deadline:g} s: {_waits(task)}"
         task.cancel()
         await asyncio.wait({task}, timeout=under_test.deadlines.grace)
     if status is Status.PASS:
@@ -175,6 +177,18 @@ async def _attempt(one: Case, under_test: BackendUnderTest, seed: int, seen: _Se
         await rig.replica.close()
         await under_test.stop()
     return Status.UNSUPPORTED if lacking else Status.PASS
+
+
+def _waits(task: asyncio.Task[Any]) -> str:
+    """Where a task stands: its awaits, outermost first, the suite's own machinery left out."""
+    places: list[str] = []
+    waiting: Any = task.get_coro()
+    while (frame := getattr(waiting, "cr_frame", None) or getattr(waiting, "ag_frame", None)) and (
+        len(places) < DEPTH
+    ):
+        places.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "ag_await", None)
+    return "in " + " > ".join(places[1:])
 
 
 def _verdict(task: asyncio.Task[Status]) -> tuple[Status, str]:

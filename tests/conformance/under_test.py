@@ -50,6 +50,13 @@ class BackendUnderTest(ABC):
     long_tokens: ClassVar[int] = 64
     """Response tokens in a request that is to be caught in the middle."""
 
+    endless_tokens: int = 0
+    """Response tokens in a request that a case ends itself; 0: ``long_tokens``.
+
+    So many that the engine cannot be through with them while a call is on its way to it, on a machine
+    that does other things, too: how fast it makes tokens is its own.
+    """
+
     bucket_sizes: ClassVar[tuple[int, ...]] = (1 << 20, (64 << 10) + 1)
     """Bucket sizes in bytes to send weights with; the first is used where it does not matter."""
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.anyio
 CHOSEN = (
     "a_flipped_bit_is_named",
     "sender_hangs",
+    "the_engine_itself_refuses",
     "the_old_version_heals",
     "without_fingerprints",
 )

@@ -38,9 +38,6 @@ class HttpUnderTest(ReferenceUnderTest):
         self.expected_not_run["verification_reads_memory"] = (
             "the last tensor is still under way when the sender is asked for its fingerprints"
         )
-        self.expected_not_run["the_engine_itself_refuses"] = (
-            "whoever asks meets the server's replica first"
-        )
         self._relay = relay
         self._server: Served | None = None
 

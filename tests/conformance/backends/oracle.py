@@ -35,7 +35,7 @@ class OracleUnderTest(BackendUnderTest):
         self.options = options
         self.engine: OracleEngine
         self.expected_not_run: dict[str, str] = {}
-        if options.get("gate") != "in_engine":
+        if options.get("gate", "proxy") == "proxy":
             self.expected_not_run["the_engine_itself_refuses"] = (
                 "it makes tokens of whatever memory holds, so that a broken rule shows"
             )

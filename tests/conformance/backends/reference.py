@@ -29,6 +29,9 @@ from hotbunk.rollout.kernels import as_bytes
 from hotbunk.rollout.registry import create_backend
 from hotbunk.rollout.status import Deadlines
 
+ENDLESS = 4000  # tokens: seconds of work
+ROOM = 64  # of a context, for a prompt
+
 
 class ReferenceUnderTest(BackendUnderTest):
     """Options go to the backend. ``family`` and ``tied`` choose the model, or ``model`` brings one.
@@ -45,8 +48,11 @@ class ReferenceUnderTest(BackendUnderTest):
     bucket_sizes = (1 << 20, 10_007, 64)
     long_tokens = 300
     moment = 0.1
-    # To hold for longer than a long request takes where several jobs share the cores.
-    deadlines = Deadlines(hold=8.0, drain=20.0, memory=20.0, update=20.0, inspect=2.0, grace=2.0)
+    # Who is held while long requests drain must not run out of time because the machine is busy; what
+    # does not start says so before its case is over.
+    deadlines = Deadlines(
+        start=100.0, hold=10.0, drain=20.0, memory=20.0, update=20.0, inspect=2.0, grace=2.0
+    )
 
     def __init__(
         self, *, family: str = "llama", tied: bool = False, model: str | None = None, **options: Any
@@ -63,6 +69,7 @@ class ReferenceUnderTest(BackendUnderTest):
             "killed_and_started_anew": "it runs in the suite's own process",
         }
         self._says = model is None
+        self.endless_tokens = ENDLESS
         make = partial(make_model, family, tied=tied)
         if model is None:
             self._disk = save_model(family, 0, self._folder.path / "model", tied=tied)
@@ -70,7 +77,9 @@ class ReferenceUnderTest(BackendUnderTest):
         else:
             self._disk = Path(model)
             make = partial(version_of, self._disk)
-            tied = bool(make(0).config.tie_word_embeddings)
+            config = make(0).config
+            tied = bool(config.tie_word_embeddings)
+            self.endless_tokens = min(ENDLESS, config.max_position_embeddings - ROOM)
             self.expected_not_run["stop_strings_end_a_response"] = "its tokenizer is not ours"
         if not tied:
             self.expected_not_run["tied_tensors"] = "this model ties nothing; tied=true does"

@@ -26,6 +26,7 @@ from hotbunk.rollout.contract import (
     Capabilities,
     Digests,
     Engine,
+    Gate,
     GenerateRequest,
     MemoryReport,
     PauseMode,
@@ -124,8 +125,11 @@ class _Driven(Engine):
 
     async def start(self) -> None:
         self._handle = await start(self._spec)
-        # What goes to its ranks is relayed as from one sender.
-        self.capabilities = dataclasses.replace(self._handle.capabilities, ranks=1)
+        # What goes to its ranks is relayed as from one sender. A relay may break before their first
+        # byte: they are whole then, and what keeps others out is a pause, as over HTTP.
+        said = self._handle.capabilities
+        gate = Gate.ENGINE_PAUSE if said.gate is Gate.IN_ENGINE else said.gate
+        self.capabilities = dataclasses.replace(said, ranks=1, gate=gate)
 
     async def close(self) -> None:
         if hasattr(self, "_handle"):

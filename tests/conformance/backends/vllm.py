@@ -104,7 +104,6 @@ class VllmUnderTest(BackendUnderTest):
         if tokenizer:
             save_tokenizer(self._disk)
         self.expected_not_run = {
-            "the_engine_itself_refuses": "the gate is vLLM's pause, not the engine's own refusal",
             "positional_draws_continue": "its draws depend on the steps before; it declares so",
             "groups_that_take_no_update": "there is one weight group, and it takes updates",
             "every_group_moves_with_an_update": "there is one weight group",

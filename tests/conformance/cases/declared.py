@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
 
 from hotbunk.conformance.case import Level, case
-from hotbunk.conformance.rig import NotApplicable, Rig, expect
+from hotbunk.conformance.rig import NotApplicable, Rig, Running, check_aborted, expect
 from hotbunk.conformance.transfers import FailedElsewhere
-from hotbunk.rollout.contract import Cache, PauseMode, Support, TokenChunk, collect
-from hotbunk.rollout.errors import Unsupported, UpdateFailed, WeightsPoisoned
+from hotbunk.rollout.contract import Cache, Gate, PauseMode, Support
+from hotbunk.rollout.errors import HotbunkError, Unsupported, UpdateFailed, WeightsPoisoned
 
 
-@case(level=Level.FAULT, capability="gate.in_engine")
+@case(level=Level.FAULT)
 async def the_engine_itself_refuses(rig: Rig) -> None:
-    """Whoever asks, past the replica, too: no token from half-written weights."""
+    """Whoever asks, past the replica, too: no token after a broken update, as far as its gate goes."""
+    if rig.caps.gate is Gate.PROXY:
+        raise NotApplicable("its gate is who stands in front of it: past that it promises nothing")
     await rig.load(1)
     await expect(UpdateFailed, rig.send(rig.sender(FailedElsewhere, 2)))
-    stream: AsyncIterator[TokenChunk] = rig.engine.generate(rig.request(rig.ut.prompts[0]))
-    await expect(WeightsPoisoned, collect(stream))
+    await _past_the_replica(rig)
+    await rig.load(3)
+    if rig.ut.sabotage("commit", "fail"):  # half-written, whatever stands between
+        await expect(HotbunkError, rig.send(rig.transfer(4)))
+        await _past_the_replica(rig)
+    await rig.load(5)
+    await rig.check_golden(5)
+
+
+async def _past_the_replica(rig: Rig) -> None:
+    """An engine that guards itself says why; one that is paused lets nobody through, and may wait."""
+    asked = Running(rig.engine.generate(rig.request(rig.ut.prompts[0])))
+    try:
+        if rig.caps.gate is Gate.IN_ENGINE:
+            await expect(WeightsPoisoned, asked.result())
+            return
+        await rig.moment()
+        assert not asked.tokens, f"past the replica came {asked.tokens}"
+        if asked.done:
+            try:
+                check_aborted(await asked.result(), retryable=True)
+            except WeightsPoisoned:
+                pass
+    finally:
+        asked.task.cancel()
+        await asyncio.wait({asked.task})
 
 
 @case(level=Level.SYNC, capability="delta")

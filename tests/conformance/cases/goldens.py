@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from hotbunk.conformance.case import Level, case
 from hotbunk.conformance.rig import Rig, check_spans
 from hotbunk.rollout.contract import FinishReason, PauseMode, Retention, Tag, Version
 from hotbunk.rollout.fingerprint import KIND, fingerprint_bytes
+
+BATCHING = 1e-2  # by which a log-prob may differ, as kernels of another batch size round otherwise
 
 
 @case(smoke=True)
@@ -17,6 +21,21 @@ async def goldens_of_two_versions(rig: Rig) -> None:
     for version in (1, 2, 3):
         await rig.load(version)
         await rig.check_golden(version)
+
+
+@case()
+async def company_changes_nothing(rig: Rig) -> None:
+    """A prompt is answered in a batch as it is alone, beside longer ones and its own double, too."""
+    await rig.load(1)
+    prompts = [*rig.ut.prompts, *rig.ut.prompts[:2]]
+    alone = [await rig.complete(prompt) for prompt in prompts]
+    together = await asyncio.gather(*(rig.complete(prompt) for prompt in prompts))
+    for prompt, one, other in zip(prompts, alone, together, strict=True):
+        rig.check_tokens(one, prompt, 1)
+        rig.check_tokens(other, prompt, 1)
+        pairs = zip(one.logprobs, other.logprobs, strict=True)
+        worst = max(abs(a - b) for a, b in pairs)
+        assert worst < BATCHING, f"in company log-probs are off by {worst:g}"
 
 
 @case(level=Level.COLOCATE, capability="pause.abort release retention.backup")

@@ -8,7 +8,7 @@ from typing import Any
 
 from hotbunk.conformance.case import Level, case
 from hotbunk.conformance.rig import NotApplicable, Rig, expect
-from hotbunk.rollout.contract import Retention, Tag
+from hotbunk.rollout.contract import PauseMode, Retention, Tag
 from hotbunk.rollout.errors import KVNotResident, UnknownTag, WeightsNotLoaded
 from hotbunk.rollout.status import Health
 
@@ -188,13 +188,29 @@ async def bad_tags_change_nothing(rig: Rig) -> None:
 
 
 async def _changes_nothing(rig: Rig, *meaningless: Callable[[], Awaitable[object]]) -> None:
+    """Awake, paused and asleep."""
     await rig.load(1)
+    await _refuses(rig, meaningless)
+    await rig.check_golden(1)
+    if not rig.caps.pause.get(PauseMode.ABORT):
+        return
+    await rig.replica.pause_generation()
+    await _refuses(rig, meaningless)
+    await rig.replica.resume_generation()
+    await rig.check_golden(1)
+    if rig.caps.release and Retention.BACKUP in rig.caps.retentions:
+        await rig.replica.sleep(1)
+        await _refuses(rig, meaningless)
+        await rig.replica.wake_up()
+        await rig.check_golden(1)
+
+
+async def _refuses(rig: Rig, meaningless: Sequence[Callable[[], Awaitable[object]]]) -> None:
     before = await rig.snapshot()
     for call in meaningless:
         await expect(ValueError, call())
     assert await rig.snapshot() == before
     assert before.health == Health.OK
-    await rig.check_golden(1)
 
 
 @case(smoke=True)

@@ -13,7 +13,7 @@ from hotbunk.rollout.backends.oracle.engine import OracleEngine
 from hotbunk.rollout.backends.oracle.model import GARBAGE, WeightGroup
 from hotbunk.rollout.backends.oracle.scheduler import Request, Scheduler
 from hotbunk.rollout.backends.oracle.update import Writer
-from hotbunk.rollout.contract import BackendStatus, PauseMode, Retention, Tag
+from hotbunk.rollout.contract import BackendStatus, PauseMode, Retention, Tag, TokenChunk
 
 
 @mutant("no_kv_outlives_its_weights")
@@ -90,6 +90,20 @@ def keep_kv_keeps_nothing(patch: Patches) -> None:
 def seeds_are_ignored(patch: Patches) -> None:
     """Whatever the seed, the draws are the same."""
     patch.setattr(scheduler, "_seed", lambda request: 0)
+
+
+@mutant("company_changes_nothing")
+def doubles_share_what_is_not_the_same(patch: Patches) -> None:
+    """Of two equal prompts in one batch the second is computed wrongly."""
+    original = Scheduler._advance
+
+    def advance(self: Scheduler, entry: Request, seen: Any, corrupt: bool) -> None:
+        before = self.running[: self.running.index(entry)] if entry in self.running else []
+        double = any(other.request.prompt == entry.request.prompt for other in before)
+        cold = entry.request.sampling.temperature == 0
+        original(self, entry, seen, corrupt or (double and cold))
+
+    patch.setattr(Scheduler, "_advance", advance)
 
 
 @mutant("pause_keep")
@@ -290,3 +304,17 @@ def a_paused_engine_spins(patch: Patches) -> None:
 def the_engine_believes_whoever_asks(patch: Patches) -> None:
     """It says that it guards itself, and serves half-written weights."""
     patch.setattr(OracleEngine, "_check_content", nothing)
+
+
+@mutant("the_engine_itself_refuses", gate="engine_pause")
+def a_pause_is_for_the_replica_alone(patch: Patches) -> None:
+    """It says that its pause keeps everybody out, and serves who comes past the replica."""
+    original = Scheduler.submit
+
+    def serve(self: Scheduler, request: Any) -> Request:
+        entry = original(self, request)
+        if entry.late:
+            entry.chunks.put_nowait(TokenChunk(request.request_id, (7,), (0.0,)))
+        return entry
+
+    patch.setattr(Scheduler, "submit", serve)
