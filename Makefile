@@ -98,9 +98,16 @@ engine-bin:
 	@$(MAKE) --no-print-directory engine-venv >&2
 	@echo '$(CURDIR)/$(ENGINE_BIN)/hotbunk'
 
-# What would take CI too long: the storms and state machines, ten times over.
+# What would take CI too long: the storms and state machines, ten times over; or, where an engine is named,
+# every deployment of it.
+ifeq ($(origin ENGINE),file)
 soak: venv
 	@bash scripts/soak.sh $(BIN)/pytest $(PYTEST_ARGS)
+else
+soak: export OMP_NUM_THREADS = 1
+soak: engine-venv
+	@bash scripts/soak_$(ENGINE).sh $(ENGINE_BIN) $(PYTEST_ARGS)
+endif
 
 # One OpenMP thread: with two, each waits for the other whenever something else wants a core.
 test-engines: export OMP_NUM_THREADS = 1

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -20,7 +21,9 @@ from hotbunk.rollout.contract import (
     Deployment,
     FinishReason,
     GenerateRequest,
+    PauseMode,
     Sampling,
+    TokenChunk,
     Version,
     collect,
 )
@@ -29,6 +32,7 @@ from hotbunk.rollout.handle import LocalHandle
 from hotbunk.trainer_hooks.recipes.models import load_model
 from hotbunk.trainer_hooks.verl import sending
 from hotbunk.trainer_hooks.verl.fleet import RankTransport, TrainerRanksCall, VerlFleet
+from hotbunk.trainer_hooks.verl.handle import opened
 from hotbunk.trainer_hooks.verl.sending import ADAPTERS, WEIGHTS, Part, Sending
 from hotbunk.trainer_hooks.verl.settings import ADAPTER
 from hotbunk.trainer_hooks.verl.sources import EngineSource, adapter_group
@@ -93,6 +97,7 @@ class Fleet:
         deployment: Deployment = Deployment.STANDALONE,
         adapts: bool = False,
         retries: int = 1,
+        pause: PauseMode = PauseMode.ABORT,
     ) -> None:
         self.trainer = trainer
         transport = RankTransport(
@@ -103,7 +108,7 @@ class Fleet:
             [LocalHandle(one) for one in replicas],
             transport,
             deployment=deployment,
-            policy=SyncPolicy(deadline=30.0, bucket_bytes=4096),
+            policy=SyncPolicy(pause=pause, deadline=30.0, bucket_bytes=4096),
             frozen_base=adapts,
         )
         self.fleet = VerlFleet(
@@ -260,16 +265,100 @@ async def test_what_an_abort_cut_off_is_held_through_the_turn_until_it_is_resume
     assert [(s.version, s.start, s.end) for s in done.spans] == [(Version(0, 1), 0, 4)]
 
 
-async def test_an_adapter_travels_alone_once_its_base_is_there(fleet: Any) -> None:
-    one = await fleet(deployment=Deployment.HYBRID, adapts=True)
+async def test_a_request_that_crosses_a_sync_under_keep_loses_no_token(fleet: Any) -> None:
+    """verl 0.9.1 has no such pause: it ends what runs, and its client begins again."""
+    one = await fleet(pause=PauseMode.KEEP)
+    await one.fleet.update(0)
+    (handle,) = one.manager.replicas
+    chunks = handle.generate(asked("r", 120))
+    got = [await anext(chunks)]
+    await one.fleet.update(1)
+    got += [chunk async for chunk in chunks]
+    done = await collect(_again(got))
+    assert done.finish_reason is FinishReason.LENGTH
+    assert len(done.token_ids) == 120
+    assert [span.version for span in done.spans] == [Version(0, 0), Version(0, 1)]
+    assert [(span.start, span.end) for span in done.spans] == [
+        (0, done.spans[0].end),
+        (done.spans[0].end, 120),
+    ]
+    assert not (await handle.status()).pauses
+
+
+async def _again(chunks: list[TokenChunk]) -> AsyncIterator[TokenChunk]:
+    for chunk in chunks:
+        yield chunk
+
+
+@pytest.mark.parametrize("deployment", [Deployment.HYBRID, Deployment.STANDALONE])
+async def test_an_adapter_travels_alone_once_its_base_is_there(
+    deployment: Deployment, fleet: Any
+) -> None:
+    """In verl 0.9.1 it never reaches engines elsewhere, and its base does not survive sleep."""
+    one = await fleet(replicas=2, ranks=2, deployment=deployment, adapts=True)
     sent = []
     for step in range(3):
-        sent.append((await one.fleet.update(step))["checkpoint_engine/bytes"])
+        metrics = await one.fleet.update(step)
+        sent.append(metrics["checkpoint_engine/bytes"])
+        assert metrics["checkpoint_engine/committed"] == 2
+        for status in await one.manager.statuses():
+            assert status.versions[adapter_group(ADAPTER)] == Version(0, step)
         await one.manager.sleep_replicas()
     alone = 4 * 2 * (64 + 64)
     whole = sum(tensor.nbytes for tensor in one.trainer.state.values())
-    assert sent == [whole + alone, alone, alone]
-    assert one.trainer.walks == 2  # its names, and the first sync
+    assert sent == [2 * (whole + alone), 2 * alone, 2 * alone]
+    assert one.trainer.walks == 4  # of each rank: its names, and the first sync
+
+
+async def test_metrics_have_verls_names(fleet: Any) -> None:
+    """What verl's logger is told: its own prefix, numbers only, and every second of the sync."""
+    one = await fleet(deployment=Deployment.HYBRID)
+    metrics = await one.fleet.update(0)
+    assert all(name.startswith("checkpoint_engine/") for name in metrics)
+    assert all(isinstance(value, float) for value in metrics.values())
+    phases = {
+        name: took
+        for name, took in metrics.items()
+        if name.endswith("_seconds") and name != "checkpoint_engine/seconds"
+    }
+    assert {"checkpoint_engine/pause_seconds", "checkpoint_engine/sync_seconds"} <= set(phases)
+    assert sum(phases.values()) == pytest.approx(metrics["checkpoint_engine/seconds"], abs=1e-6)
+
+
+async def test_words_of_a_sync_that_broke_off_are_not_heard_in_the_next(fleet: Any) -> None:
+    """Rank 0 fails while the other still waits for its word: each offer's words have its number."""
+    one = await fleet(ranks=2)
+    await one.fleet.update(0)
+    one.trainer.fail = 2
+    assert (await one.fleet.update(1))["checkpoint_engine/failed_attempts"] == 1
+    prefixes = {rank._ranks._prefix for rank in one.trainer.ranks}
+    assert len(prefixes) == 1
+    for step in (2, 3):
+        await one.fleet.update(step)
+        again = {rank._ranks._prefix for rank in one.trainer.ranks}
+        assert len(again) == 1
+        assert not again & prefixes
+        prefixes |= again
+    assert await served(one) == {Version(0, 3)}
+
+
+async def test_a_silent_rank_is_waited_for_no_longer_than_was_said(fleet: Any) -> None:
+    """verl waits for ever."""
+    one = await fleet()
+
+    async def silent() -> bytes:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    call = TrainerRanksCall(lambda verb, args: [*one.trainer.ask(verb, args), silent()])
+    with pytest.raises(TrainerFailed, match=r"describe: some rank did not answer in 0\.2 s"):
+        await call(sending.Describe(WEIGHTS), "describe", sending.Described, deadline=0.2)
+
+
+async def test_a_pickle_is_no_answer() -> None:
+    """Nothing on the way is ever unpickled; verl's own control plane is pickles."""
+    with pytest.raises(msgspec.DecodeError):
+        opened("verb", b"\x80\x04}\x94\x8c\x05value\x94K\x01s.")  # pickled: {"value": 1}
 
 
 async def test_a_rank_that_does_not_answer_is_named_with_what_was_asked(fleet: Any) -> None:

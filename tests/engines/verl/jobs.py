@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +54,41 @@ def _number(text: str) -> float:
         return float("nan")
 
 
-def run(assets: Path, *overrides: str, steps: int = 2, seconds: float = 500) -> Job:
-    """Train on the tiny problem."""
+def run(
+    assets: Path,
+    *overrides: str,
+    steps: int = 2,
+    seconds: float = 500,
+    python: str = sys.executable,
+    env: Mapping[str, str] | None = None,
+    watch: Callable[[list[int]], None] | None = None,
+) -> Job:
+    """Train on the tiny problem. ``watch`` is told the job's processes, every second."""
     command = [
-        *(sys.executable, "-m", "verl.trainer.main_ppo"),
+        *(python, "-m", "verl.trainer.main_ppo"),
         "hydra.searchpath=[pkg://hotbunk.configs]",
         *overrides[:1],  # the groups, which are what the others are over
         f"tiny={assets}",
         f"trainer.total_training_steps={steps}",
         *overrides[1:],
     ]
-    return shell(shlex.join(command), assets, seconds=seconds)
+    return shell(shlex.join(command), assets, seconds=seconds, env=env, watch=watch)
 
 
-def shell(command: str, cwd: Path, *, seconds: float) -> Job:
+def shell(
+    command: str,
+    cwd: Path,
+    *,
+    seconds: float,
+    env: Mapping[str, str] | None = None,
+    watch: Callable[[list[int]], None] | None = None,
+) -> Job:
     """Run a command and take everything of it away: its processes, its Ray, its shared memory."""
     # Ray's sockets need a short path.
     ray = Path(tempfile.mkdtemp(prefix="vr", dir="/tmp"))
     before = _shared_memory()
     unwanted = ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "VERL_PLATFORM")
-    env = {
+    full = {
         **{k: v for k, v in os.environ.items() if k not in unwanted},
         "VERL_PLATFORM": "hotbunk_cpu",
         "PYTHONPATH": os.pathsep.join([str(HERE / "faulty"), os.environ.get("PYTHONPATH", "")]),
@@ -81,19 +98,25 @@ def shell(command: str, cwd: Path, *, seconds: float) -> Job:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_memory_monitor_refresh_ms": "0",  # others' memory is no reason to kill workers here
         "RAY_TMPDIR": str(ray),
         "GLOO_SOCKET_IFNAME": "lo",
         "HYDRA_FULL_ERROR": "1",
+        **(env or {}),
     }
     process = subprocess.Popen(
         ["bash", "-c", command],
-        env=env,
+        env=full,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         cwd=cwd,
         start_new_session=True,
     )
+    ended = threading.Event()
+    watching = threading.Thread(target=_tell, args=(watch, ended, process.pid, ray))
+    if watch is not None:
+        watching.start()
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -104,6 +127,9 @@ def shell(command: str, cwd: Path, *, seconds: float) -> Job:
             output = ""
         output += f"\nthe job took more than {seconds:g} s"
     finally:
+        ended.set()
+        if watch is not None:
+            watching.join()
         _end_session(process.pid, ray)
         shutil.rmtree(ray, ignore_errors=True)
         _unlink_orphans(_shared_memory() - before)
@@ -127,17 +153,33 @@ def _unlink_orphans(names: set[str]) -> None:
             Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-def _end_session(leader: int, ray: Path) -> None:
-    """End what the job left: processes of its session, and those of its own Ray."""
+def _tell(
+    watch: Callable[[list[int]], None], ended: threading.Event, leader: int, ray: Path
+) -> None:
+    while not ended.wait(1.0):
+        watch([process.pid for process in _of_job(leader, ray)])
+
+
+def _of_job(leader: int, ray: Path) -> list[Any]:
+    """Processes of its session, and those of its own Ray."""
     import psutil
 
-    left = []
+    found = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == leader or str(ray) in " ".join(process.cmdline()):
-                left.append(process)
+            mine = os.getsid(process.pid) == leader or str(ray) in " ".join(process.cmdline())
+            if mine or process.environ().get("RAY_TMPDIR") == str(ray):
+                found.append(process)
         except (psutil.Error, ProcessLookupError):
             continue
+    return found
+
+
+def _end_session(leader: int, ray: Path) -> None:
+    """End what the job left."""
+    import psutil
+
+    left = _of_job(leader, ray)
     for process in left:
         try:
             process.kill()

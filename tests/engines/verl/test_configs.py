@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from hotbunk.rollout.contract import PauseMode
 from hotbunk.rollout.errors import BackendNotFound, ConfigError
 from hotbunk.trainer_hooks.verl.settings import adapts, backend_of, settings, sync_policy
-from hotbunk.trainer_hooks.verl.trainers import prepared
+from hotbunk.trainer_hooks.verl.trainers import _sober_logger, prepared
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -148,3 +149,17 @@ def test_a_run_without_our_section_has_our_defaults() -> None:
     config.pop("hotbunk")
     rollout = prepared(config, "sync").actor_rollout_ref.rollout
     assert settings(rollout).retries == 1
+
+
+def test_what_verl_logs_in_a_way_that_raises_is_not_logged() -> None:
+    """``info(..., flush=True)`` in verl 0.9.1's separate_async is a TypeError where INFO is on."""
+    logger = logging.getLogger("verl.trainer.ppo.v1.trainer_separate_async")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        with _sober_logger():
+            assert not logger.isEnabledFor(logging.INFO)
+            assert logger.isEnabledFor(logging.WARNING)
+        assert logger.level == logging.INFO
+    finally:
+        logger.setLevel(level)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,20 @@ async def test_many_receivers_and_many_syncs(backend: tuple[str, dict[str, Any]]
             check(got, named)
         assert party.sent[0]["checkpoint_engine/bytes"] == 4 * 300 * 7 * 4
         assert party.sent[1] is None
+
+
+async def test_many_syncs_leave_nothing_open(backend: tuple[str, dict[str, Any]]) -> None:
+    """verl's receivers open a socket a sync, and never close one."""
+    party = Party(backend[0], receivers=2, **backend[1])
+    named = [("w", torch.randn(300))]
+    for step in range(3):
+        await party.sync(named, step)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for step in range(3, 9):
+        await party.sync(named, step)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2  # less than one a sync
 
 
 def failing(after: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -140,6 +140,24 @@ def test_responses_that_a_turn_cut_off_go_on_after_it_and_after_failed_ones(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_nothing_is_released_where_nothing_is_to_be_freed(jobs: ModuleType, assets: Path) -> None:
+    """``free_cache_engine=false``: updates go to engines that stay awake."""
+    job = jobs.run(
+        assets,
+        "+verl=[grpo,cpu,tiny]",
+        "actor_rollout_ref.rollout.free_cache_engine=false",
+        steps=3,
+        seconds=600,
+    )
+    assert len(job.steps) == 3, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column(ORACLE)) <= EXACT
+    assert job.column("checkpoint_engine/committed") == [1] * 3
+    assert not any("checkpoint_engine/wake_weights_seconds" in step for step in job.steps)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ppo_with_a_critic_and_a_kl_reference(jobs: ModuleType, assets: Path) -> None:
     """Actor, critic, reference and engine take turns on one device."""
