@@ -29,6 +29,7 @@ PREFIX = "hotbunk_"
 ADAPTER = "policy"  # the name of the one adapter that verl trains
 SECTION = "hotbunk"
 _DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 _HOST_KV_TOKENS = 1 << 16  # on a host nobody says how much memory is for KV
 
 
@@ -112,12 +113,17 @@ def backend_of(rollout: Any) -> str:
     return name.removeprefix(PREFIX)
 
 
+def adapter_rank(model: Any) -> int:
+    """The rank of the adapter that is trained; 0: none is, or (``lora_adapter_path``) it says so itself."""
+    lora = plain(getattr(model, "lora", None)) or {}
+    return int(lora.get("rank") or 0) or int(getattr(model, "lora_rank", 0) or 0)
+
+
 def adapts(model: Any) -> bool:
     """Whether the policy is an adapter that stays apart from its base."""
     lora = plain(getattr(model, "lora", None)) or {}
-    rank = int(lora.get("rank") or 0) or int(getattr(model, "lora_rank", 0) or 0)
     path = getattr(model, "lora_adapter_path", None)
-    return (rank > 0 or bool(path)) and not lora.get("merge", False)
+    return (adapter_rank(model) > 0 or bool(path)) and not lora.get("merge", False)
 
 
 def replica_spec(
@@ -197,6 +203,10 @@ def _vllm(rollout: Any, model: Any, deployment: Deployment, device: str) -> dict
     if "dummy" not in str(rollout.load_format) and str(rollout.load_format) != "auto":
         raise Unsupported(f"load_format={rollout.load_format}", "vllm", "use dummy or auto")
     args = {"max_num_batched_tokens": int(rollout.max_num_batched_tokens)}
+    if adapts(model) and deployment is not Deployment.COLOCATED:
+        args["enable_lora"] = True
+        if rank := adapter_rank(model):
+            args["max_lora_rank"] = next((one for one in _LORA_RANKS if one >= rank), rank)
     if device != "cpu":
         args["gpu_memory_utilization"] = rollout.gpu_memory_utilization
     return {

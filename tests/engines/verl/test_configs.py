@@ -11,9 +11,15 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from hotbunk.rollout.contract import PauseMode
+from hotbunk.rollout.contract import Deployment, PauseMode
 from hotbunk.rollout.errors import BackendNotFound, ConfigError
-from hotbunk.trainer_hooks.verl.settings import adapts, backend_of, settings, sync_policy
+from hotbunk.trainer_hooks.verl.settings import (
+    adapts,
+    backend_of,
+    replica_spec,
+    settings,
+    sync_policy,
+)
 from hotbunk.trainer_hooks.verl.trainers import _sober_logger, prepared
 
 
@@ -149,6 +155,32 @@ def test_a_run_without_our_section_has_our_defaults() -> None:
     config.pop("hotbunk")
     rollout = prepared(config, "sync").actor_rollout_ref.rollout
     assert settings(rollout).retries == 1
+
+
+@pytest.mark.parametrize(
+    "rank, merge, wanted",
+    [
+        (16, False, {"enable_lora": True, "max_lora_rank": 16}),
+        (4, False, {"enable_lora": True, "max_lora_rank": 8}),  # vLLM makes room for 8 at least
+        (16, True, {}),
+        (0, False, {}),
+    ],
+)
+def test_vllm_makes_room_for_an_adapter_that_stays_apart(
+    rank: int, merge: bool, wanted: dict[str, object]
+) -> None:
+    config = composed(
+        "+verl=[grpo,lora,vllm,cpu,tiny]",
+        f"actor_rollout_ref.model.lora_rank={rank}",
+        f"actor_rollout_ref.model.lora.merge={merge}",
+    )
+    rollout = prepared(config, "sync").actor_rollout_ref.rollout
+    model = config.actor_rollout_ref.model
+    OmegaConf.set_struct(model, False)
+    model.local_path = "/x/model"
+    spec = replica_spec(rollout, model, name="r", deployment=Deployment.HYBRID, device="cpu")
+    args = {**spec.options}["engine_args"]
+    assert {key: args[key] for key in ("enable_lora", "max_lora_rank") if key in args} == wanted
 
 
 def test_what_verl_logs_in_a_way_that_raises_is_not_logged() -> None:

@@ -59,3 +59,22 @@ def test_requests_in_flight_live_through_syncs_in_an_environment_of_vllms_own(
     assert job.code == 0, jobs.explain(job)
     assert max(job.column("training/rollout_probs_diff_max")) <= 1e-6
     assert job.column("checkpoint_engine/committed") == [1] * 3
+
+
+def test_an_adapter_reaches_vllm_apart_from_its_base(jobs: ModuleType, assets: Path) -> None:
+    """Its base is never sent again, and survives the turns; merged weights are another test's."""
+    job = jobs.run(
+        assets,
+        "+verl=[grpo,lora,vllm,cpu,tiny]",
+        f"hotbunk.rollout_python={VLLM}",
+        "actor_rollout_ref.rollout.max_num_seqs=32",
+        "actor_rollout_ref.model.lora_rank=8",
+        "actor_rollout_ref.model.target_modules=[q_proj,v_proj,down_proj]",
+        steps=3,
+        seconds=800,
+    )
+    assert len(job.steps) == 3, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column("training/rollout_probs_diff_max")) <= 1e-6
+    sent = job.column("checkpoint_engine/bytes")
+    assert sent == [4 * 2 * 8 * ((64 + 64) + (64 + 32) + (128 + 64))] * 3
