@@ -58,6 +58,7 @@ class VllmHttpUnderTest(VllmUnderTest):
             **self.expected_not_run,
             **dict.fromkeys(NEEDS_BYTES, UNSEEN),
             **dict.fromkeys(NEEDS_HANDS, "nobody has a hand in the server"),
+            "the_engine_itself_refuses": "its gate is a proxy: the server has other clients",
         }
 
     async def start(self) -> Engine:

@@ -173,7 +173,7 @@ async def half_written_weights_are_not_backed_up(rig: Rig) -> None:
 async def poison_frees_who_waits(rig: Rig) -> None:
     """Held and frozen requests of a poisoned replica end at once, with their tokens."""
     await rig.load(1)
-    [frozen] = await rig.caught(rig.ut.prompts[0])
+    [frozen] = await rig.caught(rig.ut.prompts[0], endless=True)
     await rig.replica.pause_generation(PauseMode.KEEP)
     held = rig.submit(rig.ut.prompts[1])
     await rig.moment()

@@ -188,7 +188,7 @@ async def a_resume_without_room_is_undone(rig: Rig) -> None:
 async def killed_and_started_anew(rig: Rig) -> None:
     """Killed with work in flight: nobody waits for ever; its successor takes a full update (N3, N13)."""
     await rig.load(1)
-    running = await rig.caught(*rig.ut.prompts[:2])
+    running = await rig.caught(*rig.ut.prompts[:2], endless=True)
     if not await rig.ut.kill():
         raise NotApplicable("it cannot be killed from outside")
     for one in running:

@@ -31,7 +31,7 @@ async def held_requests_end_at_the_deadline(rig: Rig) -> None:
 async def frozen_requests_end_at_the_deadline(rig: Rig) -> None:
     """A frozen request, too; its partial tokens stand."""
     await rig.load(1)
-    [running] = await rig.caught(rig.ut.prompts[0])
+    [running] = await rig.caught(rig.ut.prompts[0], endless=True)
     await rig.replica.pause_generation(PauseMode.KEEP)
     done = await running.result()
     check_aborted(done, retryable=True)
@@ -87,7 +87,7 @@ async def abort_leaves_admission_open(rig: Rig) -> None:
 async def abort_reaches_held_and_frozen(rig: Rig) -> None:
     """abort() ends requests wherever they are, and the pause stays."""
     await rig.load(1)
-    [frozen] = await rig.caught(rig.ut.prompts[0])
+    [frozen] = await rig.caught(rig.ut.prompts[0], endless=True)
     await rig.replica.pause_generation(PauseMode.KEEP)
     held = rig.submit(rig.ut.prompts[1])
     await rig.moment()
@@ -119,7 +119,7 @@ async def requests_that_end_while_they_are_aborted(rig: Rig) -> None:
 async def dropping_the_stream_ends_the_request(rig: Rig) -> None:
     """A client that goes away leaves nothing running."""
     await rig.load(1)
-    [running] = await rig.caught(rig.ut.prompts[0])
+    [running] = await rig.caught(rig.ut.prompts[0], endless=True)
     running.task.cancel()
     await asyncio.wait({running.task})
     await rig.moment()
