@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -18,24 +18,21 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from hotbunk.rollout import errors
 from hotbunk.rollout.backends.vllm.adapters import PATH, group_of
 from hotbunk.rollout.backends.vllm.declared import declared
+from hotbunk.rollout.backends.vllm.face import Face
 from hotbunk.rollout.backends.vllm.links import Links
 from hotbunk.rollout.backends.vllm.options import VllmOptions
 from hotbunk.rollout.backends.vllm.pauses import Flight
+from hotbunk.rollout.backends.vllm.requests import check_length
 from hotbunk.rollout.backends.vllm.stats import Stats
 from hotbunk.rollout.backends.vllm.streams import Stream, sampling_params
 from hotbunk.rollout.backends.vllm.update import Receiver, merged
 from hotbunk.rollout.contract import (
     FULL,
     TARGET,
-    AbortReport,
     BackendStatus,
-    Cache,
     Digests,
-    Engine,
     GenerateRequest,
     MemoryReport,
-    PauseMode,
-    PauseReport,
     Retention,
     Scope,
     ScopeKind,
@@ -55,7 +52,7 @@ from hotbunk.rollout.watch import WatchedTransfer
 WORKER = "hotbunk.rollout.backends.vllm.worker.WorkerExtension"
 
 
-class VllmEngine(Engine):
+class VllmEngine(Face[Stream]):
     """See :mod:`hotbunk.rollout.backends.vllm`.
 
     The weights lie in the engine core's process. A new request's KV is keyed by the version label,
@@ -65,6 +62,7 @@ class VllmEngine(Engine):
     worker_extension = WORKER
 
     def __init__(self, options: VllmOptions) -> None:
+        super().__init__()
         known = {field.name: field for field in dataclasses.fields(AsyncEngineArgs)}
         self._args = options.to_engine_args(known)
         self.options = options
@@ -78,8 +76,6 @@ class VllmEngine(Engine):
         self._adapters: dict[str, Version] = {}
         self._numbers: dict[str, int] = {}  # of adapters, for vLLM; never given to another
         self._labels: dict[str, Version] = {}
-        self._tokens = 0  # of requests that were read to their end; the rest count themselves
-        self._cached = 0
         self._closed = False
         self._receiver: Receiver
         self._links: Links | None = None
@@ -126,9 +122,7 @@ class VllmEngine(Engine):
         if self._closed:
             return
         self._closed = True
-        for stream in self._flight.streams.values():
-            stream.items.put_nowait(errors.ReplicaLost("the engine was closed"))
-            stream.stop()
+        self._closed_to("the engine was closed")
         llm, self._llm = self._llm, None
         if self._links is not None:
             self._links.remove()  # first: vLLM may take longer to end than we are given
@@ -175,9 +169,6 @@ class VllmEngine(Engine):
         self._away -= set(wanted)
         return report
 
-    async def resume_kv_cache(self) -> MemoryReport:
-        return await self.resume([Tag.KV_CACHE])
-
     async def release(
         self,
         tags: Collection[str] | None = None,
@@ -197,8 +188,7 @@ class VllmEngine(Engine):
         if not wanted:
             return await self.memory()
         flight = self._flight
-        if not flight.standing_still:
-            raise errors.RequestsInFlight(list(flight.streams), "release", 0.0)
+        self._must_stand_still("release")
         frozen = 0
         if Tag.KV_CACHE in wanted:
             frozen = sum(1 for stream in flight.alive().values() if stream.tokens)
@@ -228,8 +218,7 @@ class VllmEngine(Engine):
         self, transfer: Transfer, *, version: Version, scope: Scope = FULL
     ) -> UpdateReport:
         """Received in the workers (a ticket's transfer), or here and handed on (any other)."""
-        if not self._flight.standing_still:
-            raise errors.RequestsInFlight(list(self._flight.streams), "update_weights", 0.0)
+        self._must_stand_still("update_weights")
         if Tag.WEIGHTS in self._away:
             raise errors.WeightsNotResident(TARGET, "released")
         inner = transfer.inner if isinstance(transfer, WatchedTransfer) else transfer
@@ -278,28 +267,16 @@ class VllmEngine(Engine):
         flight = self._flight
         stream = Stream(request, collector, self.llm.output_processor, self._labels, flight.changed)
         flight.streams[request.request_id] = stream
-        finished = False
         try:
-            while not finished:
-                item = await stream.items.get()
-                if isinstance(item, errors.HotbunkError):
-                    raise item
-                finished = stream.ended.is_set() and stream.items.empty()
-                yield item
+            while not stream.read:
+                yield await stream.next()
         finally:
-            flight.streams.pop(request.request_id, None)
-            self._tokens += stream.tokens
-            self._cached += stream.cached
+            self._left(stream)
             if not stream.ended.is_set():
                 stream.stop()
                 if self._llm is not None and not self._llm.errored and not self._silent:
                     await self._llm.abort(stream.internal_id, internal=True)
             flight.changed()
-
-    async def pause_generation(
-        self, mode: PauseMode = PauseMode.ABORT, *, clear_cache: bool = True
-    ) -> PauseReport:
-        return await self._flight.pause(mode, clear_cache)
 
     async def resume_generation(self) -> None:
         """:raises WeightsNotLoaded, KVNotResident: a step would touch memory that is not there."""
@@ -307,59 +284,21 @@ class VllmEngine(Engine):
             raise errors.WeightsNotLoaded(TARGET, "released")
         if Tag.KV_CACHE in self._away:
             raise errors.KVNotResident()
-        await self._flight.resume()
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> AbortReport:
-        return await self._flight.abort(request_ids)
-
-    async def reset_caches(self, which: Collection[Cache] | None = None) -> None:
-        wanted = self.capabilities.caches if which is None else frozenset(which)
-        if Cache.PREFIX in wanted:
-            # Frozen requests are recomputed: else vLLM resets nothing, and only says so.
-            done = await self.llm.reset_prefix_cache(
-                reset_running_requests=True, reset_connector=True
-            )
-            if not done:
-                raise errors.EngineFailed("vLLM did not reset its prefix cache")
-        if Cache.MULTIMODAL in wanted:
-            await self.llm.reset_mm_cache()
-        if Cache.ENCODER in wanted:
-            await self.llm.reset_encoder_cache()
-
-    async def forget_old_versions(self) -> None:
-        """After new weights: drop what was computed from older ones and nobody holds.
-
-        :raises EngineFailed: vLLM refuses although nothing is in flight.
-        """
-        done = await self.llm.reset_prefix_cache(reset_running_requests=False, reset_connector=True)
-        if not done and not self._flight.alive():
-            raise errors.EngineFailed("vLLM did not reset its prefix cache")
-        await self.reset_caches([Cache.MULTIMODAL, Cache.ENCODER])
+        await super().resume_generation()
 
     # -- looking ------------------------------------------------------------------------------
 
     async def status(self) -> BackendStatus:
         _ = self.llm  # says if it is dead
-        flight = self._flight
-        live = flight.alive()
-        begun = tuple(key for key, stream in live.items() if stream.tokens)
-        still = flight.mode in (PauseMode.KEEP, PauseMode.ABORT)
-        total = int(self.llm.vllm_config.cache_config.num_gpu_blocks or 0)
-        return BackendStatus(
-            paused=flight.mode is not None,
-            running=() if still else begun,
-            waiting=tuple(key for key in live if key not in begun),
-            frozen=begun if still else (),
+        return self._seen(
+            int(self.llm.vllm_config.cache_config.num_gpu_blocks or 0),
+            self._stats.kv_usage,
             versions={
                 **({TARGET: self._version} if self._version else {}),
                 **{group_of(name): version for name, version in self._adapters.items()},
             },
-            kv_blocks_total=total,
-            kv_blocks_used=round(self._stats.kv_usage * total),
-            tokens_generated=self._tokens + sum(s.tokens for s in flight.streams.values()),
             steps=self._stats.steps,
             preemptions=self._stats.preemptions,
-            cached_tokens=self._cached + sum(s.cached for s in flight.streams.values()),
         )
 
     async def digest(self, names: Collection[str] | None = None) -> Digests:
@@ -392,9 +331,4 @@ class VllmEngine(Engine):
             raise errors.UsageError(
                 f"request {request.request_id!r} has token ids outside 0..{vocabulary - 1}"
             )
-        tokens = len(request.prompt) + request.sampling.max_tokens
-        if tokens > limit:
-            raise errors.UsageError(
-                f"request {request.request_id!r} may grow to {tokens} tokens and max_model_len "
-                f"is {limit}"
-            )
+        check_length(request, limit)

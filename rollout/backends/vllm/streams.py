@@ -13,22 +13,14 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from hotbunk.rollout import errors
+from hotbunk.rollout.backends.vllm.requests import Reading, drawing
 from hotbunk.rollout.calls import engine_failed
 from hotbunk.rollout.contract import (
-    FinishReason,
     GenerateRequest,
     Sampling,
     TokenChunk,
     Version,
 )
-
-Item = TokenChunk | errors.HotbunkError
-_REASONS = {
-    "stop": FinishReason.STOP,
-    "repetition": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-}
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
@@ -36,22 +28,9 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
 
     :raises UsageError: vLLM refuses a value.
     """
-    temperature, top_k = sampling.temperature, sampling.top_k
-    if not temperature and sampling.n > 1:
-        # vLLM refuses greedy samples of one request; the best of one is the same token.
-        temperature, top_k = 1.0, 1
     try:
         return SamplingParams(
-            n=sampling.n,
-            temperature=temperature,
-            max_tokens=sampling.max_tokens,
-            seed=sampling.seed,
-            stop=list(sampling.stop),
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-            top_k=top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
+            **drawing(sampling),
             logprobs=sampling.logprobs,
             detokenize=bool(sampling.stop),
             output_kind=RequestOutputKind.DELTA,
@@ -60,12 +39,8 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
         raise errors.UsageError(f"vLLM refuses the sampling: {error}") from error
 
 
-class Stream:
-    """One request in vLLM. A task of its own reads vLLM's outputs, whether or not anybody reads us.
-
-    So what has ended is known at once, and a slow reader holds up nobody. ``produced`` counts
-    tokens by response index; ``ended`` is set when vLLM is done with the request.
-    """
+class Stream(Reading):
+    """One request, and what vLLM's output processor collects of it."""
 
     def __init__(
         self,
@@ -75,39 +50,11 @@ class Stream:
         labels: Mapping[str, Version],
         changed: Callable[[], None],
     ) -> None:
-        self.request = request
-        self.internal_id: str = collector.request_id
-        self.items: asyncio.Queue[Item] = asyncio.Queue()
-        self.produced: dict[int, int] = {}
-        self.reasons: dict[int, FinishReason] = {}
-        self.ended = asyncio.Event()
-        self.cached = 0
+        super().__init__(request, collector.request_id, labels, changed)
         self._collector = collector
         self._processor = processor
-        self._labels = labels
-        self._changed = changed
         self._last = Version()
         self._pump = asyncio.create_task(self._run(), name=f"vllm {request.request_id}")
-
-    @property
-    def aborted(self) -> bool:
-        """Whether some response was cut short."""
-        return FinishReason.ABORT in self.reasons.values()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens so far, over all responses."""
-        return sum(self.produced.values())
-
-    @property
-    def computed(self) -> int:
-        """Tokens whose KV it holds, as far as can be told from what came back."""
-        prompt = len(self.request.prompt)
-        return sum(prompt + count - 1 for count in self.produced.values() if count)
-
-    def stop(self) -> None:
-        """Read no further."""
-        self._pump.cancel()
 
     async def _run(self) -> None:
         try:
@@ -140,11 +87,7 @@ class Stream:
             self.cached += cached
         start = self.produced.get(index, 0)
         end = self.produced[index] = start + len(ids)
-        reason = None
-        if completion.finish_reason is not None:
-            if completion.finish_reason not in _REASONS:
-                raise errors.EngineFailed(f"vLLM ended a request with {completion.finish_reason!r}")
-            reason = self.reasons[index] = _REASONS[completion.finish_reason]
+        reason = self._finished(index, completion.finish_reason)
         logprobs, top = _logprobs(ids, completion.logprobs, self.request.sampling.logprobs)
         for first, last, version in self._spans(completion, index, start, end):
             self._last = version
@@ -176,10 +119,7 @@ class Stream:
             if max(first, start) < min(last, end):
                 spans.append((max(first, start), min(last, end), self._labels[label]))
         if not spans or spans[0][0] != start:
-            raise errors.EngineFailed(
-                f"vLLM does not say which weights made tokens {start} to {end} of request "
-                f"{self.request.request_id!r}"
-            )
+            raise self._unsaid(start, end)
         return spans
 
     def _noted(self, index: int) -> list[tuple[str, int]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import suppress
 
 from hotbunk.rollout import errors
+from hotbunk.rollout.backends.vllm.face import Face
+from hotbunk.rollout.backends.vllm.requests import check_length
 from hotbunk.rollout.backends.vllm_http.checkpoint import Checkpoint
 from hotbunk.rollout.backends.vllm_http.client import RemoteLLM, VllmClient
-from hotbunk.rollout.backends.vllm_http.declared import CACHES, declared, tempers, way_of
+from hotbunk.rollout.backends.vllm_http.declared import declared, tempers, way_of
 from hotbunk.rollout.backends.vllm_http.flight import RemoteFlight
 from hotbunk.rollout.backends.vllm_http.metrics import Gauges
 from hotbunk.rollout.backends.vllm_http.options import VllmHttpOptions
@@ -20,17 +22,12 @@ from hotbunk.rollout.backends.vllm_http.weights import Weights
 from hotbunk.rollout.contract import (
     FULL,
     TARGET,
-    AbortReport,
     ArenaReport,
     BackendStatus,
-    Cache,
     Capabilities,
     Digests,
-    Engine,
     GenerateRequest,
     MemoryReport,
-    PauseMode,
-    PauseReport,
     Retention,
     Scope,
     Tag,
@@ -48,7 +45,7 @@ _RAW, _PROCESSED = "raw_logprobs", "processed_logprobs"
 TEMPERED = "tempered"  # as the contract means them
 
 
-class VllmHttpEngine(Engine):
+class VllmHttpEngine(Face[Stream]):
     """See :mod:`hotbunk.rollout.backends.vllm_http`.
 
     The server has other clients, perhaps: what they start passes no gate of ours, and weights that
@@ -56,23 +53,23 @@ class VllmHttpEngine(Engine):
     """
 
     def __init__(self, options: VllmHttpOptions) -> None:
+        super().__init__()
         self.options = options
         self.capabilities = Capabilities(
             "vllm_http", digest=unsupported("nobody has asked the server yet")
         )
         self.surface: Surface
-        self.llm: RemoteLLM
+        self._remote: RemoteLLM
         self._client: VllmClient
         self._gauges: Gauges
         self._weights: Weights
         self._dialect: TokensDialect | CompletionsDialect
-        self._flight = RemoteFlight(self._llm)
+        self._flight = RemoteFlight(self._alive)
         self._version = Version()
         self._labels: dict[str, Version] = {}
         self._asleep: frozenset[Tag] = frozenset()
         self._logprobs_mode = ""
         self._weights_bytes = 0
-        self._tokens = self._cached = 0  # of requests that were read to their end
 
     async def start(self) -> None:
         """Connect, and ask what the server can do.
@@ -82,7 +79,7 @@ class VllmHttpEngine(Engine):
         """
         deadlines = self.options.deadlines
         self._client = VllmClient(self.options)
-        self.llm = RemoteLLM(self._client, deadlines.drain, deadlines.memory, deadlines.update)
+        self._remote = RemoteLLM(self._client, deadlines.drain, deadlines.memory, deadlines.update)
         try:
             surface = self.surface = await probe(self._client)
             way, why = way_of(surface, self.options.weights)
@@ -113,10 +110,13 @@ class VllmHttpEngine(Engine):
         """Let go of the connections; what is in flight ends there. The server is its owner's."""
         if not hasattr(self, "_client"):
             return
-        for stream in self._flight.streams.values():
-            stream.items.put_nowait(errors.ReplicaLost("the connection was closed"))
-            stream.stop()
+        self._closed_to("the connection was closed")
         await self._client.close()
+
+    @property
+    def llm(self) -> RemoteLLM:
+        """The server, as ``AsyncLLM`` would be asked."""
+        return self._remote
 
     # -- the five verbs -----------------------------------------------------------------------
 
@@ -129,9 +129,6 @@ class VllmHttpEngine(Engine):
             if not self._asleep and self._flight.mode is not None:
                 await self.llm.pause_generation(mode="keep", clear_cache=False)
         return await self.memory()
-
-    async def resume_kv_cache(self) -> MemoryReport:
-        return await self.resume([Tag.KV_CACHE])
 
     async def release(
         self,
@@ -157,7 +154,7 @@ class VllmHttpEngine(Engine):
                 self.capabilities.backend,
                 "resume first, then release both",
             )
-        self._standing("release")
+        self._must_stand_still("release")
         await self.llm.sleep(_LEVEL[retention], "keep")
         self._asleep = frozenset(Tag)
         if wanted == {Tag.WEIGHTS}:
@@ -168,7 +165,7 @@ class VllmHttpEngine(Engine):
     async def release_kv_cache(self, *, keep_kv: bool = False) -> MemoryReport:
         self._need("release_kv_cache")
         if Tag.KV_CACHE not in self._asleep:
-            self._standing("release_kv_cache")
+            self._must_stand_still("release_kv_cache")
             await self.llm.release_kv_cache_memory()
             self._asleep |= {Tag.KV_CACHE}
         return await self.memory()
@@ -176,7 +173,7 @@ class VllmHttpEngine(Engine):
     async def update_weights(
         self, transfer: Transfer, *, version: Version, scope: Scope = FULL
     ) -> UpdateReport:
-        self._standing("update_weights")
+        self._must_stand_still("update_weights")
         await self._gauges.read()  # one that was started again has other weights
         if not await self.llm.is_paused():
             # An update under running steps kills vLLM's engine core.
@@ -193,16 +190,6 @@ class VllmHttpEngine(Engine):
         await self.llm.update_weight_version(str(version))
         self._version = version
 
-    async def forget_old_versions(self) -> None:
-        """After new weights: nothing computed from older ones is found again.
-
-        :raises EngineFailed: vLLM refuses although nothing is in flight.
-        """
-        done = await self.llm.reset_prefix_cache(False, True)
-        if not done and not self._flight.alive():
-            raise errors.EngineFailed("vLLM did not reset its prefix cache")
-        await self.reset_caches([Cache.MULTIMODAL, Cache.ENCODER])
-
     # -- generation ---------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
@@ -214,63 +201,25 @@ class VllmHttpEngine(Engine):
         body = self._dialect.body(request, served, str(self._version))
         try:
             stream.begin(self._client, await self._client.open(self._dialect.path, body))
-            finished = False
-            while not finished:
-                item = await stream.items.get()
-                if isinstance(item, errors.HotbunkError):
-                    raise item
-                finished = stream.ended.is_set() and stream.items.empty()
-                yield item
+            while not stream.read:
+                yield await stream.next()
         finally:
-            flight.streams.pop(key, None)
-            self._tokens += stream.tokens
-            self._cached += stream.cached
+            self._left(stream)
             if not stream.ended.is_set():
                 stream.stop()
             flight.changed()
-
-    async def pause_generation(
-        self, mode: PauseMode = PauseMode.ABORT, *, clear_cache: bool = True
-    ) -> PauseReport:
-        return await self._flight.pause(mode, clear_cache)
-
-    async def resume_generation(self) -> None:
-        await self._flight.resume()
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> AbortReport:
-        return await self._flight.abort(request_ids)
-
-    async def reset_caches(self, which: Collection[Cache] | None = None) -> None:
-        wanted = CACHES if which is None else frozenset(which)
-        if Cache.PREFIX in wanted and not await self.llm.reset_prefix_cache(True, False):
-            raise errors.EngineFailed("vLLM did not reset its prefix cache")
-        if Cache.MULTIMODAL in wanted:
-            await self.llm.reset_mm_cache()
-        if Cache.ENCODER in wanted:
-            await self.llm.reset_encoder_cache()
 
     # -- looking ------------------------------------------------------------------------------
 
     async def status(self) -> BackendStatus:
         """Of the server as a whole, but only our own requests by name."""
         gauges = await self._gauges.read()
-        flight = self._flight
-        live = flight.alive()
-        begun = tuple(key for key, stream in live.items() if stream.tokens)
-        still = flight.mode in (PauseMode.KEEP, PauseMode.ABORT)
-        total = int(self.surface.config.cache_config.num_gpu_blocks or 0)
-        return BackendStatus(
-            paused=flight.mode is not None,
-            running=() if still else begun,
-            waiting=tuple(key for key in live if key not in begun),
-            frozen=begun if still else (),
+        return self._seen(
+            int(self.surface.config.cache_config.num_gpu_blocks or 0),
+            gauges.kv_usage,
             versions={TARGET: self._version} if Tag.WEIGHTS not in self._asleep else {},
-            kv_blocks_total=total,
-            kv_blocks_used=round(gauges.kv_usage * total),
-            tokens_generated=self._tokens + sum(s.tokens for s in flight.streams.values()),
             steps=gauges.steps,
             preemptions=gauges.preemptions,
-            cached_tokens=self._cached + sum(s.cached for s in flight.streams.values()),
         )
 
     async def digest(self, names: Collection[str] | None = None) -> Digests:
@@ -296,9 +245,9 @@ class VllmHttpEngine(Engine):
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _llm(self) -> RemoteLLM:
+    def _alive(self) -> RemoteLLM:
         self._client.check_alive()
-        return self.llm
+        return self._remote
 
     async def _first_label(self, said: str) -> None:
         """Ours of an earlier connection goes on; anything else is version 0 from now on."""
@@ -314,10 +263,6 @@ class VllmHttpEngine(Engine):
         if not ability:
             raise errors.Unsupported(verb, self.capabilities.backend, ability.how)
 
-    def _standing(self, verb: str) -> None:
-        if not self._flight.standing_still:
-            raise errors.RequestsInFlight(list(self._flight.streams), verb, 0.0)
-
     def _check(self, request: GenerateRequest) -> None:
         """Refuse at once what could not be, or would not mean what it says."""
         name, sampling = self.capabilities.backend, request.sampling
@@ -330,12 +275,7 @@ class VllmHttpEngine(Engine):
             raise errors.Unsupported("media", name, "token ids only, for now")
         if sampling.stop and model.skip_tokenizer_init:
             raise errors.Unsupported("stop_strings", name, self.capabilities.stop_strings.how)
-        tokens = len(request.prompt) + sampling.max_tokens
-        if tokens > model.max_model_len:
-            raise errors.UsageError(
-                f"request {request.request_id!r} may grow to {tokens} tokens and max_model_len "
-                f"is {model.max_model_len}"
-            )
+        check_length(request, model.max_model_len)
         _check_logprobs(self._logprobs_mode, request, name)
 
 

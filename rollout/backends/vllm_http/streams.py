@@ -16,19 +16,13 @@ import httpx
 import msgspec
 
 from hotbunk.rollout import errors
+from hotbunk.rollout.backends.vllm.requests import Reading, drawing
 from hotbunk.rollout.backends.vllm_http.client import VllmClient
 from hotbunk.rollout.backends.vllm_http.probe import COMPLETIONS, TOKENS
-from hotbunk.rollout.contract import FinishReason, GenerateRequest, Sampling, TokenChunk, Version
+from hotbunk.rollout.contract import GenerateRequest, TokenChunk, Version
 from hotbunk.rollout.http.client import in_words
 
-Item = TokenChunk | errors.HotbunkError
 Span = tuple[str, int, int]  # label, start, end
-_REASONS = {
-    "stop": FinishReason.STOP,
-    "repetition": FinishReason.STOP,
-    "length": FinishReason.LENGTH,
-    "abort": FinishReason.ABORT,
-}
 
 
 class Piece(msgspec.Struct):
@@ -151,29 +145,8 @@ class CompletionsDialect(Dialect):
         return f"cmpl-{request_id}-0"
 
 
-def drawing(sampling: Sampling) -> dict[str, Any]:
-    """The contract's sampling under vLLM's names; every field that changes what is drawn."""
-    temperature, top_k = sampling.temperature, sampling.top_k
-    if not temperature and sampling.n > 1:
-        # vLLM refuses greedy samples of one request; the best of one is the same token.
-        temperature, top_k = 1.0, 1
-    return {
-        "n": sampling.n,
-        "temperature": temperature,
-        "max_tokens": sampling.max_tokens,
-        "seed": sampling.seed,
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": sampling.ignore_eos,
-        "top_k": top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-    }
-
-
-class Stream:
-    """One request at the server. A task of its own reads what comes, whether or not anybody reads
-    us. ``produced`` counts tokens by response; ``ended`` is set when the server is done with it.
+class Stream(Reading):
+    """One request at the server.
 
     Which weights made a token is certain at once while the weights stay what they are. Once they
     have changed under a request, its further tokens are held back until the server says, with the
@@ -188,37 +161,12 @@ class Stream:
         labels: Mapping[str, Version],
         changed: Callable[[], None],
     ) -> None:
-        self.request = request
-        self.internal_id = dialect.internal_id(request.request_id)
-        self.items: asyncio.Queue[Item] = asyncio.Queue()
-        self.produced: dict[int, int] = {}
-        self.reasons: dict[int, FinishReason] = {}
-        self.ended = asyncio.Event()
-        self.cached = 0
+        super().__init__(request, dialect.internal_id(request.request_id), labels, changed)
         self._dialect = dialect
         self._version = version
-        self._labels = labels
-        self._changed = changed
         self._crossed = False
         self._held: dict[int, list[tuple[Piece, int]]] = {}
         self._last: list[TokenChunk] = []
-        self._pump: asyncio.Task[None] | None = None
-
-    @property
-    def aborted(self) -> bool:
-        """Whether some response was cut short."""
-        return FinishReason.ABORT in self.reasons.values()
-
-    @property
-    def tokens(self) -> int:
-        """Tokens so far, over all responses."""
-        return sum(self.produced.values())
-
-    @property
-    def computed(self) -> int:
-        """Tokens whose KV it holds, as far as can be told from what came back."""
-        prompt = len(self.request.prompt)
-        return sum(prompt + count - 1 for count in self.produced.values() if count)
 
     def begin(self, client: VllmClient, answer: httpx.Response) -> None:
         """Read what comes."""
@@ -227,8 +175,7 @@ class Stream:
 
     def stop(self) -> None:
         """Read no further; the server ends the request of a client that left."""
-        if self._pump is not None:
-            self._pump.cancel()
+        super().stop()
         self.ended.set()
 
     def weights_change(self) -> None:
@@ -280,10 +227,7 @@ class Stream:
     def _piece(self, piece: Piece) -> None:
         start = self.produced.get(piece.index, 0)
         self.produced[piece.index] = start + len(piece.ids)
-        if piece.reason is not None:
-            if piece.reason not in _REASONS:
-                raise errors.EngineFailed(f"vLLM ended a request with {piece.reason!r}")
-            self.reasons[piece.index] = _REASONS[piece.reason]
+        self._finished(piece.index, piece.reason)
         held = self._held.setdefault(piece.index, [])
         held.append((piece, start))
         if piece.reason is None and self._crossed:
@@ -328,10 +272,7 @@ class Stream:
             if max(first, start) < min(end, last)
         ]
         if sum(last - start for start, last, _ in cuts) != len(piece.ids):
-            raise errors.EngineFailed(
-                f"vLLM does not say which weights made tokens {first} to {end} of request "
-                f"{self.request.request_id!r}"
-            )
+            raise self._unsaid(first, end)
         if not cuts:
             cuts = [(first, end, spans[-1][0] if spans else self._version)]
         reason = None if piece.reason is None else self.reasons[piece.index]

@@ -55,9 +55,7 @@ CURES = {
     ),
     "2 quiesced first": Cure(
         f"{VLLM}.engine",
-        """        if not self._flight.standing_still:
-            raise errors.RequestsInFlight(list(self._flight.streams), "update_weights", 0.0)
-""",
+        '        self._must_stand_still("update_weights")\n',
         "",
         "test_adapter.py::test_an_update_under_running_steps_is_refused",
         "DID NOT RAISE|ReplicaLost|AssertionError",
@@ -132,7 +130,7 @@ CURES = {
         "internal = [stream.internal_id for stream in found.values()]",
         'internal = [f"cmpl-{key}" for key in found]',
         "test_pauses.py::test_abort_reaches_what_it_names",
-        "EngineFailed",
+        "EngineFailed|assert",
     ),
     "8 seen to end": Cure(
         f"{VLLM}.pauses",
