@@ -38,6 +38,7 @@ help:
 	@echo 'make engine-venv    its environment, .venv-ENGINE; what it needs is kept outside the checkout'
 	@echo 'make test-engines   the tests of its adapter, with the conformance suite'
 	@echo 'make -s engine-bin  the path of the hotbunk command that has it'
+	@echo 'make soak           (with ENGINE=vllm) each deployment through the suite; cycles and kills'
 
 venv: $(STAMP)
 	@:

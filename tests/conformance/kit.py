@@ -7,12 +7,14 @@ pass for fresh ones; these are scaled until they do not, and :func:`distinct` ch
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from hotbunk.rollout.errors import ConfigError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -54,6 +56,30 @@ def make_model(family: str, version: int, *, tied: bool = False, **sizes: int) -
                 else:  # norms and biases differ, too: a lost vector must show
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval().requires_grad_(False)
+
+
+def brought(model: str | Path) -> Path:
+    """A model directory that a user brings.
+
+    :raises ConfigError: it is none.
+    """
+    if not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"{model} is no model directory: it has no config.json")
+    return Path(model)
+
+
+def check_told_apart(
+    model: Path, prompts: Sequence[Sequence[int]], golden: Callable[[Sequence[int], int], list[int]]
+) -> None:
+    """Whether stale weights of a model that was brought would show: ``golden(prompt, version)``.
+
+    :raises ConfigError: they would not, or its vocabulary has not the tokens of these prompts.
+    """
+    config = AutoConfig.from_pretrained(model)
+    if max(map(max, prompts)) >= config.vocab_size:
+        raise ConfigError(f"{model} knows {config.vocab_size} tokens, too few for these prompts")
+    if not distinct([[golden(prompt, version) for prompt in prompts] for version in range(4)]):
+        raise ConfigError(f"versions of {model} go on alike: nothing could be told apart")
 
 
 @torch.no_grad()

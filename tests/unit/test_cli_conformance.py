@@ -101,7 +101,7 @@ def test_settings_are_yaml() -> None:
 
 def test_names_are_known() -> None:
     shipped = {"hotbunk_http", "oracle", "reference", "reference_process", "served", "url"}
-    shipped |= {"vllm", "vllm_http"}
+    shipped |= {"vllm", "vllm_http", "vllm_process"}
     assert set(DESCRIBED) == shipped
     with pytest.raises(BackendNotFound, match="reference"):
         under_test("referense")

@@ -132,6 +132,15 @@ def test_buckets_of_two_replicas(shapes: ModelShapes, transport: str, buckets: i
     assert parts_of(config, shapes, GIB).bucket == buckets * 65536
 
 
+def test_what_is_written_in_place_needs_no_bucket(
+    shapes: ModelShapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert parts_of(settings("rollout=vllm"), shapes, GIB).bucket == 0
+    for other in ("transport=collective", "rollout.options.enable_sleep_mode=false"):
+        assert parts_of(settings("rollout=vllm", other), shapes, GIB).bucket > 0
+
+
 def test_vllm_pads_the_vocabulary_and_keeps_a_gibibyte_of_kv(
     shapes: ModelShapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,10 +149,16 @@ def test_vllm_pads_the_vocabulary_and_keeps_a_gibibyte_of_kv(
     rollout = configuration.RolloutConfig(name="vllm", options={})
     found = engine_sizes(rollout, shapes, 8 * GIB)
     plain = sum(one.nbytes(torch.float32) for one in shapes.tensors if one.parameter)
-    assert plain < found.weights < plain * 1.3
+    huge = 2 << 20
+    assert plain < found.weights < plain * 1.3 + huge
+    assert found.weights % huge == 0, "memory that others map comes in huge pages"
     assert found.kv_cache == GIB
     two = configuration.RolloutConfig(name="vllm", options={"tensor_parallel_size": 2})
-    assert engine_sizes(two, shapes, 8 * GIB).weights == pytest.approx(found.weights / 2, rel=0.02)
+    halves = engine_sizes(two, shapes, 8 * GIB)
+    assert found.weights <= halves.weights <= found.weights + 2 * huge
+    assert halves.kv_cache == 2 * GIB, "each worker has as much as it is told"
+    copies = configuration.RolloutConfig(name="vllm", options={"data_parallel_size": 2})
+    assert engine_sizes(copies, shapes, 8 * GIB).weights == 2 * found.weights
 
 
 def test_a_backend_that_nobody_knows_is_refused(shapes: ModelShapes) -> None:

@@ -129,6 +129,7 @@ def test_shards_add_up_to_the_whole() -> None:
                 "ties": it.ties(),
                 "transformed": it.transformed(),
                 "uncovered": [],
+                "adaptable": None,
             }
             for it in ranks
         ],

@@ -28,6 +28,7 @@ from hotbunk.trainer_hooks.recipes.models import build_tiny, ensure_smollm2, loa
 
 _TRAINED_AS = torch.float32
 _VLLM_ROWS = 64  # vLLM pads the vocabulary of embedding and head to a multiple of it
+_HUGE = 2 << 20  # of huge tmpfs: memory that others map, on hosts, comes in whole pages
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -66,7 +67,7 @@ class ModelShapes(msgspec.Struct, frozen=True):
 
 
 class EngineSizes(msgspec.Struct, frozen=True):
-    """Bytes of one rank of one replica on its device."""
+    """Bytes of one rank of a replica, over all workers that the backend has in it (vLLM's TP and DP)."""
 
     weights: int
     kv_cache: int
@@ -212,6 +213,8 @@ def values_of(model: ModelShapes) -> ModelShapes:
 
 
 def _buckets(config: RunConfig, model: ModelShapes) -> int:
+    if config.transport.name == "shm" and _written_in_place(config.rollout):
+        return 0
     dtype = _TRAINED_AS
     if config.rollout.name == "reference":  # it says what it wants, and casts happen at the source
         dtype = dtype_from(str(config.rollout.options.get("dtype", "float32")))
@@ -227,6 +230,12 @@ def _buckets(config: RunConfig, model: ModelShapes) -> int:
     # collective: the sender's, and each receiver's; disk: each reader's own.
     counts = {"collective": 1 + streams, "disk": streams}
     return one * counts.get(config.transport.name, HALVES)
+
+
+def _written_in_place(rollout: RolloutConfig) -> bool:
+    """Whether a sender of this host writes straight into the engine's memory: vLLM's on CPUs, in our pool."""
+    pooled = bool(rollout.options.get("enable_sleep_mode", True)) and not torch.cuda.is_available()
+    return rollout.name == "vllm" and pooled
 
 
 # -- engines ----------------------------------------------------------------------------------
@@ -279,7 +288,10 @@ def _vllm(options: Mapping[str, Any], model: ModelShapes, memory: int) -> Engine
         kv = max(int(share * memory) - weights, 0)
     elif kv is None:
         kv = int(float(space) * (1 << 30)) if space else 1 << 30
-    return EngineSizes(weights, int(kv))
+    if not torch.cuda.is_available():
+        weights = -(-weights // _HUGE) * _HUGE
+    workers = ranks * int(options.get("data_parallel_size", 1))
+    return EngineSizes(weights * workers, int(kv) * workers)
 
 
 _ENGINES: dict[str, Callable[[Mapping[str, Any], ModelShapes, int], EngineSizes]] = {

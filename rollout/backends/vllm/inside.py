@@ -20,6 +20,7 @@ import msgspec
 from hotbunk.rollout import errors
 from hotbunk.rollout.backends.vllm.adapters import alpha_of
 from hotbunk.rollout.backends.vllm.bank import AdapterBank
+from hotbunk.rollout.backends.vllm.landing import Landing
 from hotbunk.rollout.backends.vllm.parked import Counted, Own, Parked
 from hotbunk.rollout.backends.vllm.transfer_engine import HotbunkWeightTransferEngine
 from hotbunk.rollout.backends.vllm.weights import landed, uncut
@@ -136,7 +137,10 @@ class WorkerEngine(Engine):
         shapes = {spec.name: spec.shape for spec in manifest.tensors}
         alpha = alpha_of(manifest)
         return await landed(
-            transfer, version, ReceiverLayout(layout), lambda: bank.routes(name, shapes, alpha)
+            transfer,
+            version,
+            ReceiverLayout(layout),
+            lambda: Landing(manifest, bank.routes(name, shapes, alpha)),
         )
 
     async def digest(self, names: Collection[str] | None = None) -> Digests:

@@ -9,7 +9,7 @@ in host memory, and scattered from there; only those take memory of their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -25,6 +25,7 @@ from hotbunk.rollout.contract import (
     Placement,
     Scope,
     ScopeKind,
+    TensorSpec,
 )
 from hotbunk.rollout.intake import Intake
 from hotbunk.rollout.kernels import as_bytes, copy_many, fingerprint, fingerprints
@@ -87,39 +88,59 @@ def placement_of(route: Route, arena: Arena | None) -> Placement:
     return Placement(dtype, shape, offset, () if box == whole else box)
 
 
-class Landing:
-    """Writes one update's buckets, and says whether what lies there is what was sent."""
+class Slots:
+    """Where each of these tensors goes. The same for every update that offers the same.
 
-    def __init__(self, manifest: Manifest, routes: Mapping[str, Route]) -> None:
+    Of each tensor: its routes; bytes that are expected; flat bytes of the places it is written to, or
+    nothing where it is collected first; and the name of an earlier tensor whose place it shares.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], routes: Mapping[str, Route]) -> None:
+        self.routes: list[list[Route]] = []
+        self.sizes: list[int] = []
+        self.places: list[list[torch.Tensor] | None] = []
+        self.earlier: list[str] = []
+        taken: dict[object, str] = {}
+        for spec in specs:
+            distinct = {tuple(p.key for p in routes[n].pieces): routes[n] for n in spec.names}
+            its = list(distinct.values())
+            self.earlier.append(next((taken[key] for key in distinct if key in taken), ""))
+            for key in distinct:
+                taken.setdefault(key, spec.name)
+            self.routes.append(its)
+            boxes = {direct_box(route) for route in its}
+            box = boxes.pop() if len(boxes) == 1 else None
+            lies = None if box is None else [as_bytes(p.into) for r in its for p in r.pieces]
+            self.places.append(lies)
+            count = math.prod(spec.shape if box is None else (size for _, size in box))
+            self.sizes.append(count * ITEMSIZE[dtype_name(its[0].dtype)])
+
+
+class Landing:
+    """Writes one update's buckets, and says whether what lies there is what was sent.
+
+    :param slots: of these tensors over these routes, where they are known already.
+    """
+
+    def __init__(
+        self, manifest: Manifest, routes: Mapping[str, Route], slots: Slots | None = None
+    ) -> None:
+        slots = slots or Slots(manifest.tensors, routes)
         self._specs = manifest.tensors
+        self._routes, self._earlier, self._sizes = slots.routes, slots.earlier, slots.sizes
         # Of each entry, flat bytes: the places it goes to, or memory of its own.
         self._places: list[list[torch.Tensor]] = []
         self._whole: dict[int, torch.Tensor] = {}
-        self._routes: list[list[Route]] = []
-        self._earlier: list[str] = []  # of each entry, whose place it shares
-        taken: dict[object, str] = {}
-        sizes = []
-        for index, spec in enumerate(self._specs):
-            distinct = {tuple(p.key for p in routes[n].pieces): routes[n] for n in spec.names}
-            its = list(distinct.values())
-            self._earlier.append(next((taken[key] for key in distinct if key in taken), ""))
-            for key in distinct:
-                taken.setdefault(key, spec.name)
-            self._routes.append(its)
-            boxes = {direct_box(route) for route in its}
-            box = boxes.pop() if len(boxes) == 1 else None
-            if box is None:
-                self._whole[index] = torch.empty(spec.shape, dtype=its[0].dtype)
-                self._places.append([as_bytes(self._whole[index])])
-            else:
-                self._places.append([as_bytes(p.into) for route in its for p in route.pieces])
-            count = math.prod(spec.shape if box is None else (size for _, size in box))
-            sizes.append(count * ITEMSIZE[dtype_name(its[0].dtype)])
+        for index, (spec, lies) in enumerate(zip(self._specs, slots.places, strict=True)):
+            if lies is None:
+                dtype = self._routes[index][0].dtype
+                self._whole[index] = torch.empty(spec.shape, dtype=dtype)
+                lies = [as_bytes(self._whole[index])]
+            self._places.append(lies)
         self._broken: set[str] = set()
         self._landed: dict[str, int] = {}  # fingerprints of those that were sent whole
-        self._got = [0] * len(sizes)
-        self._sizes = sizes
-        self.intake = Intake(manifest, sizes)
+        self._got = [0] * len(self._sizes)
+        self.intake = Intake(manifest, self._sizes)
 
     @torch.no_grad()
     def write(self, bucket: Bucket) -> None:

@@ -73,7 +73,8 @@ class Pooled(Parked):
     def release(
         self, tags: Collection[Tag], retention: Retention, overrides: Mapping[str, Retention]
     ) -> MemoryReport:
-        groups = {arena.group: retention for arena in self.pool.arenas()}  # adapters have theirs
+        # Adapters have groups of their own; the KV cache is in none, and is never kept.
+        groups = {a.group: retention for a in self.pool.arenas() if a.tag == Tag.WEIGHTS}
         return self.pool.release(tags, {**groups, **overrides})
 
     def resume(self, tags: Collection[Tag]) -> MemoryReport:

@@ -14,7 +14,13 @@ from vllm.model_executor.model_loader import get_model_loader
 
 from hotbunk.rollout import errors
 from hotbunk.rollout.arena import Arena
-from hotbunk.rollout.backends.vllm.landing import Landing, open_groups, placement_of, slices_of
+from hotbunk.rollout.backends.vllm.landing import (
+    Landing,
+    Slots,
+    open_groups,
+    placement_of,
+    slices_of,
+)
 from hotbunk.rollout.backends.vllm.routes import Route, Routes
 from hotbunk.rollout.binding import dtype_name
 from hotbunk.rollout.contract import (
@@ -23,6 +29,7 @@ from hotbunk.rollout.contract import (
     Placement,
     ReceiverLayout,
     Scope,
+    TensorSpec,
     Transfer,
     UpdateReport,
     Version,
@@ -65,6 +72,8 @@ class Weights:
             for name, route in self.routes.items()
         }
         self._required = [frozenset(tie) for tie in self.routes.ties()]
+        # Of the offer that came last: the next one is most often the same.
+        self._offered: tuple[tuple[TensorSpec, ...], ReceiverLayout, Slots] | None = None
 
     def found(self) -> dict[str, Any]:
         """What this rank holds, as plain data."""
@@ -90,17 +99,25 @@ class Weights:
         manifest = transfer.manifest
         open_groups(manifest, scope)
         check_offer(manifest, self._known, self._required)
-        layout = {
-            name: placement_of(self.routes[name], self.arena)
-            for spec in manifest.tensors
-            for name in spec.names
-        }
+        layout, slots = await uncut(lambda: self._places(manifest.tensors))
         arena = None
-        if all(place.offset >= 0 or not math.prod(place.shape) for place in layout.values()):
+        places = layout.tensors.values()
+        if all(place.offset >= 0 or not math.prod(place.shape) for place in places):
             arena = self._handle()
         return await landed(
-            transfer, version, ReceiverLayout(layout), lambda: self.routes, arena, session
+            transfer, version, layout, lambda: Landing(manifest, self.routes, slots), arena, session
         )
+
+    def _places(self, specs: tuple[TensorSpec, ...]) -> tuple[ReceiverLayout, Slots]:
+        """Where what is offered goes. Parameters never move."""
+        if self._offered is None or self._offered[0] != specs:
+            layout = {
+                name: placement_of(self.routes[name], self.arena)
+                for spec in specs
+                for name in spec.names
+            }
+            self._offered = (specs, ReceiverLayout(layout), Slots(specs, self.routes))
+        return self._offered[1:]
 
     def digest(
         self, names: Collection[str] | None, others: Mapping[str, Route] | None = None
@@ -136,21 +153,16 @@ async def landed(
     transfer: Transfer,
     version: Version,
     layout: ReceiverLayout,
-    routes: Callable[[], Mapping[str, Route]],
+    begin: Callable[[], Landing],
     arena: ArenaHandle | None = None,
     session: Session = nullcontext,
 ) -> UpdateReport:
     """Accept, take what comes, compare it where it lies, vote.
 
-    :param routes: where it goes; asked for when the first bytes have come, and not before.
+    :param begin: asked where it goes when the first bytes have come, and not before.
     :raises UpdateRefused: before the first byte; nothing changed.
     :raises UpdateFailed: after it.
     """
-    manifest = transfer.manifest
-
-    def begin() -> Landing:
-        return Landing(manifest, routes())
-
     await transfer.accept(layout, arena)
     with session():
         landing: Landing | None = None

@@ -15,7 +15,8 @@ from hotbunk.rollout.registry import missing
 
 # Each has run(tell) -> (rows, settings).
 BENCHMARKS = {
-    name: f"hotbunk.benchmarks.{name}" for name in ("dip", "kernels", "manager", "pool", "sync")
+    name: f"hotbunk.benchmarks.{name}"
+    for name in ("dip", "kernels", "manager", "pool", "sync", "vllm")
 }
 
 

@@ -27,6 +27,7 @@ DESCRIBED = {
     "url": "hotbunk.conformance.backends.at_url:at_url",
     "vllm": "hotbunk.conformance.backends.vllm:VllmUnderTest",
     "vllm_http": "hotbunk.conformance.backends.vllm_http:VllmHttpUnderTest",
+    "vllm_process": "hotbunk.conformance.backends.vllm_process:VllmProcessUnderTest",
 }
 
 

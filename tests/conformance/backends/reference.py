@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from hotbunk.checkpoint_engine.source import specs_of
 from hotbunk.conformance.backends import peek
 from hotbunk.conformance.kit import (
-    distinct,
+    brought,
+    check_told_apart,
     greedy,
     make_adapter,
     make_model,
@@ -57,8 +57,7 @@ class ReferenceUnderTest(BackendUnderTest):
     def __init__(
         self, *, family: str = "llama", tied: bool = False, model: str | None = None, **options: Any
     ) -> None:
-        if model is not None and not (Path(model) / "config.json").is_file():
-            raise ConfigError(f"{model} is no model directory: it has no config.json")
+        disk = None if model is None else brought(model)
         self._options = options
         self._folder = Scratch()
         self.engine: ReferenceEngine
@@ -68,14 +67,14 @@ class ReferenceUnderTest(BackendUnderTest):
             "an_engine_hangs_in_each_phase": "it runs here: a thread that hangs cannot be ended",
             "killed_and_started_anew": "it runs in the suite's own process",
         }
-        self._says = model is None
+        self._says = disk is None
         self.endless_tokens = ENDLESS
         make = partial(make_model, family, tied=tied)
-        if model is None:
+        if disk is None:
             self._disk = save_model(family, 0, self._folder.path / "model", tied=tied)
             save_tokenizer(self._disk)
         else:
-            self._disk = Path(model)
+            self._disk = disk
             make = partial(version_of, self._disk)
             config = make(0).config
             tied = bool(config.tie_word_embeddings)
@@ -88,11 +87,14 @@ class ReferenceUnderTest(BackendUnderTest):
         self._adapter = cache(lambda name, v: make_adapter(self._model(0), name, v))
         self._merged = cache(lambda v, name, av: merged(self._model(v), self._adapter(name, av)))
         self._golden = cache(lambda prompt, version, n: greedy(self._model(version), prompt, n))
-        if model is not None:
-            made = [[self.golden(p, v, self.tokens) for p in self.prompts] for v in range(4)]
-            if not distinct(made):
+        if disk is not None:
+            try:
+                check_told_apart(
+                    disk, self.prompts, lambda prompt, v: self.golden(prompt, v, self.tokens)
+                )
+            except ConfigError:
                 self.close()
-                raise ConfigError(f"versions of {model} go on alike: nothing could be told apart")
+                raise
 
     async def start(self) -> Engine:
         engine = create_backend("reference", model=str(self._disk), **self._options)

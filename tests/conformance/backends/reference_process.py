@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from hotbunk.conformance.backends import peek
+from hotbunk.conformance.backends.driven import Driven
 from hotbunk.conformance.backends.reference import ReferenceUnderTest
 from hotbunk.rollout.contract import (
     Engine,
     Tag,
 )
-from hotbunk.rollout.http.driven import DrivenEngine, relayed
-from hotbunk.rollout.process import ProcessHandle, ReplicaSpec, start
+from hotbunk.rollout.process import ReplicaSpec
 from hotbunk.rollout.registry import create_backend
-
-OWNER = "conformance"  # of the pauses that the suite's own replica asks for
 
 
 class ReferenceProcessUnderTest(ReferenceUnderTest):
@@ -46,7 +44,7 @@ class ReferenceProcessUnderTest(ReferenceUnderTest):
 
     async def start(self) -> Engine:
         peek.setup()  # the fork server is asked for by the backend's name
-        return _Driven(
+        return Driven(
             ReplicaSpec(
                 peek.NAME,
                 {"model": str(self._disk), **self._options},
@@ -90,27 +88,3 @@ class ReferenceProcessUnderTest(ReferenceUnderTest):
     def _ask(self, what: str, of: str = "") -> list[peek.Answer]:
         question = peek.Question(what, of)
         return [peek.ask(self._peeks, rank, question) for rank in range(self._ranks)]
-
-
-class _Driven(DrivenEngine):
-    """A replica in a process of its own."""
-
-    handle: ProcessHandle
-
-    def __init__(self, spec: ReplicaSpec, transport: str) -> None:
-        super().__init__(
-            spec.name,
-            owner=OWNER,
-            transport=transport,
-            deadline=spec.deadlines.update,
-            where=spec.name,
-        )
-        self._spec = spec
-
-    async def start(self) -> None:
-        self.handle = await start(self._spec)
-        self.capabilities = relayed(self.handle.capabilities)
-
-    async def close(self) -> None:
-        if hasattr(self, "handle"):
-            await self.handle.close()

@@ -8,11 +8,11 @@ what the server says of itself; bytes of its weights cannot be seen.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import msgspec
 
+from hotbunk.conformance.backends.driven import Relabelling
 from hotbunk.conformance.backends.reference import ReferenceUnderTest
 from hotbunk.conformance.rig import NotApplicable
 from hotbunk.conformance.transfers import MemoryTransfer
@@ -20,19 +20,9 @@ from hotbunk.rollout.backends.hotbunk_http.engine import HttpEngine
 from hotbunk.rollout.backends.hotbunk_http.handle import HttpHandle
 from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
 from hotbunk.rollout.contract import (
-    FULL,
-    ArenaHandle,
-    BackendStatus,
-    Bucket,
     Engine,
-    GenerateRequest,
     MemoryReport,
-    ReceiverLayout,
-    Scope,
     Tag,
-    TokenChunk,
-    Transfer,
-    UpdateReport,
     Version,
 )
 from hotbunk.rollout.errors import ConfigError, ReplicaLost
@@ -136,74 +126,17 @@ class ServedUnderTest(ReferenceUnderTest):
         return None
 
 
-class _Fresh(HttpEngine):
+class _Fresh(Relabelling, HttpEngine):
     """The server as a fresh engine: versions here are those there, in an incarnation of its own."""
 
     def __init__(self, options: HttpOptions, owner: ServedUnderTest) -> None:
         super().__init__(options)
         self._owner = owner
-        self._incarnation = 0
 
     async def start(self) -> None:
         handle = await HttpHandle.connect(self.options)
         try:
-            self._incarnation = await self._owner.reset(handle)
+            self.incarnation = await self._owner.reset(handle)
         finally:
             await handle.close()
         await super().start()
-
-    async def update_weights(
-        self, transfer: Transfer, *, version: Version, scope: Scope = FULL
-    ) -> UpdateReport:
-        there = _Relabelled(transfer, self._there)
-        report = await super().update_weights(
-            there, version=there.manifest.version, scope=there.manifest.scope
-        )
-        return msgspec.structs.replace(report, version=version)
-
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        if request.version is not None:
-            request = msgspec.structs.replace(request, version=self._there(request.version))
-        async for chunk in super().generate(request):
-            yield msgspec.structs.replace(chunk, version=self._here(chunk.version))
-
-    async def status(self) -> BackendStatus:
-        said = await super().status()
-        versions = {name: self._here(version) for name, version in said.versions.items()}
-        return msgspec.structs.replace(said, versions=versions)
-
-    def _there(self, version: Version) -> Version:
-        return Version(version.incarnation + self._incarnation, version.step)
-
-    def _here(self, version: Version) -> Version:
-        return Version(version.incarnation - self._incarnation, version.step)
-
-
-class _Relabelled(Transfer):
-    """A transfer under other versions."""
-
-    def __init__(self, inner: Transfer, there: Any) -> None:
-        manifest, self._inner = inner.manifest, inner
-        base = manifest.scope.base
-        scope = msgspec.structs.replace(manifest.scope, base=None if base is None else there(base))
-        self.manifest = msgspec.structs.replace(
-            manifest, version=there(manifest.version), scope=scope
-        )
-
-    async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
-        return await self._inner.accept(layout, arena)
-
-    def buckets(self) -> AsyncIterator[Bucket]:
-        return self._inner.buckets()
-
-    async def fingerprints(self) -> Mapping[str, int]:
-        return await self._inner.fingerprints()
-
-    async def commit(self) -> None:
-        await self._inner.commit()
-
-    async def decline(self) -> None:
-        await self._inner.decline()
-
-    async def abort(self, error: BaseException) -> None:
-        await self._inner.abort(error)

