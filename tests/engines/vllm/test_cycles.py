@@ -34,7 +34,11 @@ CYCLES = int(os.environ.get("HOTBUNK_VLLM_CYCLES", "2"))
 KILLS = int(os.environ.get("HOTBUNK_VLLM_KILLS", "2"))
 SEED = int(os.environ.get("HOTBUNK_SEED", "7"))
 GROWTH = 24 << 20  # bytes that all of it may add to a warm worker: of allocators, not of weights
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(240 + 20 * CYCLES + 90 * KILLS)]
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.slow,
+    pytest.mark.timeout(240 + 20 * CYCLES + 90 * KILLS),
+]
 _ids = count()
 
 
