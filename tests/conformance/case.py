@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
 
+from hotbunk.conformance.ids import ids_in
 from hotbunk.conformance.rig import Rig
 from hotbunk.rollout.contract import (
     NATIVE,
@@ -95,8 +95,8 @@ def case(
         if name in REGISTRY:
             raise ValueError(f"two cases are called {name!r}")
         doc = " ".join((body.__doc__ or "").split())
-        ids = tuple(re.findall(r"\b[MGCHKVBNLFAU]\d+\b", doc))
-        REGISTRY[name] = Case(name, level, tuple(capability.split()), body, doc, ids, smoke)
+        needs = tuple(capability.split())
+        REGISTRY[name] = Case(name, level, needs, body, doc, ids_in(doc), smoke)
         return body
 
     return register

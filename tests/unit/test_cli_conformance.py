@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hotbunk.conformance.backends import DESCRIBED, under_test
+from hotbunk.conformance.backends.oracle import OracleUnderTest
 from hotbunk.conformance.case import Level, all_cases
+from hotbunk.conformance.clauses import CONTRACT
+from hotbunk.conformance.command import main
+from hotbunk.conformance.mutants.show import FEWEST
+from hotbunk.conformance.under_test import BackendUnderTest
 from hotbunk.rollout.errors import BackendNotFound, ConfigError
 from hotbunk.rollout.options import parse_settings
 
@@ -105,6 +112,62 @@ def test_names_are_known() -> None:
     assert set(DESCRIBED) == shipped
     with pytest.raises(BackendNotFound, match="reference"):
         under_test("referense")
+
+
+def test_every_mutant_is_killed_and_the_table_says_by_whom(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hotbunk", "conformance", "--mutants", "--out", str(tmp_path)],
+        check=False,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = re.fullmatch(r"(\d+) of (\d+) killed", done.stdout.splitlines()[-1])
+    assert last is not None
+    assert int(last[1]) == int(last[2]) >= FEWEST >= 25
+    kills = json.loads((tmp_path / "mutants.json").read_text())["mutants"]
+    assert len(kills) == int(last[2])
+    rows = {tuple(line.split()[:2]) for line in done.stdout.splitlines()}
+    assert {(kill["mutant"], kill["case"]) for kill in kills} <= rows
+
+
+class Untold(OracleUnderTest):
+    """Did not say beforehand what would not be run."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.expected_not_run = {}
+
+
+class Unbrought(OracleUnderTest):
+    """Declares adapters, and does not bring what they would say."""
+
+    adapter_golden = BackendUnderTest.adapter_golden
+
+
+@pytest.mark.parametrize(
+    "made, case, code, status",
+    [
+        (Unbrought, "adapters_serve_who_asks", 1, "suite-error"),
+        (Untold, "groups_that_take_no_update", 1, "not-run"),
+        (OracleUnderTest, "groups_that_take_no_update", 0, "not-run"),
+    ],
+)
+def test_what_proves_nothing_is_no_success(
+    made: type, case: str, code: int, status: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An error of the suite, and what was not run and nobody had said so, are exit code 1."""
+    monkeypatch.setitem(DESCRIBED, "tried", f"{__name__}:{made.__name__}")
+    arguments = ["--backend", "tried", "--case", case, "--seed", "7", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["hotbunk.conformance", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    matrix = json.loads((tmp_path / "matrix.json").read_text())
+    assert [one["status"] for one in matrix["cases"]] == [status]
+    assert (matrix["contract"], matrix["seed"]) == (CONTRACT, "7")
 
 
 def elsewhere(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:

@@ -14,9 +14,9 @@ import pytest
 
 from hotbunk.conformance.backends.oracle import OracleUnderTest
 from hotbunk.conformance.badge import message
-from hotbunk.conformance.case import CaseResult, Level, Status, all_cases
-from hotbunk.conformance.clauses import clauses
-from hotbunk.conformance.compare import changes
+from hotbunk.conformance.case import REGISTRY, CaseResult, Level, Status, all_cases
+from hotbunk.conformance.clauses import CONTRACT, clauses
+from hotbunk.conformance.compare import changes, show
 from hotbunk.conformance.matrix import Matrix, matrix_of, read_matrix
 from hotbunk.conformance.reports import write_all
 from hotbunk.rollout.errors import ConfigError
@@ -59,10 +59,15 @@ def test_a_report_tells_a_developer_what_to_do(tmp_path: Path) -> None:
     """Seen, promised and how to see it again; whatever an engine said is text and no markup."""
     bad = result("pause_keep", Status.FAIL, "<script>alert(1)</script>", log=("WARNING x: & y",))
     stairs = result("twenty_cycles_are_flat", Status.PASS, measured={"resident bytes": [4, 1, 4]})
-    written(tmp_path, bad, stairs)
+    matrix = written(tmp_path, bad, stairs)
+    assert (matrix.contract, matrix.seed) == (CONTRACT, "3")
     page = (tmp_path / "report.html").read_text()
     assert "a simulated engine" in page
     assert "keep freezes in-flight requests" in page
+    assert f"<p>Expected: {REGISTRY['pause_keep'].doc}</p>" in page
+    assert "<p>Seen:</p><pre>&lt;script&gt;alert(1)&lt;/script&gt;</pre>" in page
+    assert f"against contract {CONTRACT}" in page
+    assert "seed 3" in page
     assert "contract, Verbs: pausing" in page
     assert "hotbunk conformance X --case pause_keep" in page
     assert "WARNING x: &amp; y" in page
@@ -113,6 +118,28 @@ def test_changes_are_told_regressions_first(tmp_path: Path) -> None:
         ("new", False),
     ]
     assert not any(c.worse for c in changes(a, a))
+
+
+def test_the_table_of_a_comparison_shows_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What ended otherwise, as it was and as it is; what is alike is counted."""
+    same, went = result("same", Status.PASS), result("went", Status.PASS)
+    written(tmp_path / "a", same, went, result("came", Status.NOT_RUN))
+    broken = result("went", Status.FAIL, "it broke")
+    written(tmp_path / "b", same, broken, result("came", Status.PASS), result("new", Status.PASS))
+    assert show(tmp_path / "a", tmp_path / "b") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["oracle", "->", "oracle"]
+    rows = [line.split() for line in lines]
+    assert ["case", "A", "B"] in rows
+    changed = [row for row in rows if row and row[0] in ("went", "came", "new", "same")]
+    assert changed == [
+        ["went", "pass", "fail"],
+        ["came", "not-run", "pass"],
+        ["new", "absent", "pass"],
+    ]
+    assert lines[-2:] == ["went: it broke", "1 alike, 2 changed, 1 worse"]
 
 
 @pytest.mark.parametrize("how", ["compare", "--compare"])

@@ -84,7 +84,7 @@ async def one_tensor_at_a_time(rig: Rig) -> None:
 
 @case(level=Level.SYNC)
 async def requests_that_come_during_an_update(rig: Rig) -> None:
-    """Between two buckets: held, then all of the new version, never of half of it (H1, G1)."""
+    """Between two buckets: held, then all of the new version, never of half of it (H1, H4, G1)."""
     await rig.load(1)
     transfer = rig.sender(Hooked, 2, bucket_bytes=rig.ut.bucket_sizes[1])
     late: list[Running] = []

@@ -131,7 +131,7 @@ async def caller_gives_up(rig: Rig) -> None:
 
 @case(level=Level.FAULT, smoke=True)
 async def another_rank_fails(rig: Rig) -> None:
-    """Every byte arrived here and the vote failed: poisoned all the same (N6, V8)."""
+    """Every byte arrived here and the vote failed: poisoned all the same (N6, N7, V8)."""
     await rig.load(1)
     await _poisoned(rig, rig.sender(FailedElsewhere, 2))
     await heal(rig, 2)
@@ -139,7 +139,7 @@ async def another_rank_fails(rig: Rig) -> None:
 
 @case(level=Level.FAULT)
 async def the_old_version_heals(rig: Rig) -> None:
-    """A poisoned replica takes back the version it had, whole (N7)."""
+    """A poisoned replica takes back the version it had, whole: no label moved (N7, V8)."""
     await rig.load(1)
     await _poisoned(rig, rig.sender(FailedElsewhere, 2))
     await heal(rig, 1)
@@ -171,7 +171,7 @@ async def half_written_weights_are_not_backed_up(rig: Rig) -> None:
 
 @case(level=Level.FAULT, capability="pause.keep")
 async def poison_frees_who_waits(rig: Rig) -> None:
-    """Held and frozen requests of a poisoned replica end at once, with their tokens."""
+    """Held and frozen requests of a poisoned replica end at once, with their tokens (N7)."""
     await rig.load(1)
     [frozen] = await rig.caught(rig.ut.prompts[0], endless=True)
     await rig.replica.pause_generation(PauseMode.KEEP)

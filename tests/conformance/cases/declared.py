@@ -13,7 +13,7 @@ from hotbunk.rollout.errors import HotbunkError, Unsupported, UpdateFailed, Weig
 
 @case(level=Level.FAULT)
 async def the_engine_itself_refuses(rig: Rig) -> None:
-    """Whoever asks, past the replica, too: no token after a broken update, as far as its gate goes."""
+    """Whoever asks, past the replica, too: no token after a broken update, as far as its gate goes (N7)."""
     if rig.caps.gate is Gate.PROXY:
         raise NotApplicable("its gate is who stands in front of it: past that it promises nothing")
     await rig.load(1)

@@ -40,7 +40,7 @@ async def company_changes_nothing(rig: Rig) -> None:
 
 @case(level=Level.COLOCATE, capability="pause.abort release retention.backup")
 async def golden_after_a_backup_cycle(rig: Rig) -> None:
-    """Sleep level 1 and wake: same weights, no update, serving is open again."""
+    """Sleep level 1 and wake: same weights wherever they are seen from, serving is open again (G5, H17)."""
     await rig.load(1)
     await rig.replica.sleep(1)
     await rig.replica.wake_up()

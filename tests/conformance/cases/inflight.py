@@ -112,7 +112,7 @@ async def sleep_aborts_and_releases(rig: Rig) -> None:
 
 @case(level=Level.SYNC)
 async def updates_wait_for_what_runs(rig: Rig) -> None:
-    """An update without a pause drains first: old requests are all old, new ones all new (H1)."""
+    """An update without a pause drains first: old requests are all old, new ones all new (H1, H7)."""
     await rig.load(1)
     running = await rig.caught(*rig.ut.prompts[:2])
     updating = asyncio.create_task(rig.load(2))
@@ -158,7 +158,7 @@ async def frozen_requests_get_their_kv_back(rig: Rig) -> None:
 
 @case(level=Level.COLOCATE, capability="pause.keep keep_release keep_kv release retention.backup")
 async def frozen_requests_get_their_kv_back_with_the_weights(rig: Rig) -> None:
-    """The same over a sleep to a backup: another model has the device meanwhile."""
+    """The same over a sleep to a backup: another model has the device meanwhile (C9)."""
     await rig.load(1)
     [running] = await rig.caught(rig.ut.prompts[0], endless=True)
     report = await rig.replica.sleep(1, mode=PauseMode.KEEP, clear_cache=False, keep_kv=True)

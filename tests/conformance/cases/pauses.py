@@ -25,14 +25,20 @@ async def _held(rig: Rig) -> None:
 async def pause_abort(rig: Rig) -> None:
     """abort ends what runs, with its partial tokens; new requests are held (H3, V5, K1, H4)."""
     await rig.load(1)
+    before = (await rig.replica.status()).backend.tokens_generated
     running = await rig.caught(*rig.ut.prompts[:2], endless=True)
     report = await rig.replica.pause_generation(PauseMode.ABORT)
+    made = (await rig.replica.status()).backend.tokens_generated - before
     assert len(report.aborted) == 2, f"aborted {report.aborted}"
     for request, prompt in zip(running, rig.ut.prompts, strict=False):
         done = await request.result()
         check_aborted(done)
         assert done.token_ids, "the partial tokens were lost"
         rig.check_tokens(done, prompt, 1, cut=True)
+    came = sum(len(one.tokens) for one in running)
+    assert came >= made, f"{made} tokens were made, and {came} came"
+    if not made:
+        rig.note("how many tokens were made is not told")
     await _held(rig)
 
 

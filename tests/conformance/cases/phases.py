@@ -68,7 +68,7 @@ async def a_sender_fails_in_each_phase(rig: Rig) -> None:
 
 @case(level=Level.FAULT)
 async def a_sender_hangs_in_each_phase(rig: Rig) -> None:
-    """A deadline ends it, also one that started and never finishes; then likewise (B14, H16)."""
+    """A deadline ends it, also one that started and never finishes; then likewise (B14, H16, N7)."""
     await _sender_breaks(rig, hangs=True)
 
 
@@ -119,7 +119,7 @@ async def _engine_breaks(rig: Rig, how: str) -> None:
 
 @case(level=Level.FAULT)
 async def an_engine_fails_in_each_phase(rig: Rig) -> None:
-    """Its own code raises: a typed error, no label moves, no token comes, a resend heals (N7, V8)."""
+    """Its own code raises: a typed error, no label moves, no token comes, a resend heals (N7, V8, B20)."""
     await _engine_breaks(rig, "fail")
 
 

@@ -69,7 +69,7 @@ async def walk_backup(rig: Rig) -> None:
 
 @case(capability="release retention.resident")
 async def walk_resident(rig: Rig) -> None:
-    """RESIDENT keeps weights where they are; KV content is never retained."""
+    """RESIDENT keeps weights where they are, or is refused; KV content is never retained (F4)."""
     await _walk(rig, Retention.RESIDENT)
 
 
@@ -160,11 +160,12 @@ async def discard_takes_no_host_memory(rig: Rig) -> None:
 
 @case(level=Level.COLOCATE, capability="release")
 async def release_reports_what_it_freed(rig: Rig) -> None:
-    """The report, the memory verb and the device agree (M10, M12)."""
+    """What was to go is gone; the report, the memory verb and the device agree (M10, M12)."""
     await rig.load(1)
     before = sum(rig.ut.resident(tag) for tag in Tag)
     report = await rig.replica.release(retention=rig.off_device())
     freed = before - sum(rig.ut.resident(tag) for tag in Tag)
+    rig.check_resident(Tag.KV_CACHE, 0, "the KV cache was released, and is still there")
     assert report.freed == freed, f"reported {report.freed}, the device says {freed}"
     again = await rig.replica.release(retention=rig.off_device())
     assert again.freed == 0, f"the second release freed {again.freed}"

@@ -6,9 +6,12 @@ a hole. They are applied to the classes themselves, one after another, and taken
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
 from typing import Any, NamedTuple
+
+from hotbunk.conformance.ids import ids_in
 
 _ABSENT = object()
 
@@ -40,13 +43,27 @@ Apply = Callable[[Patches], None]
 
 
 class Mutant(NamedTuple):
-    """``breaks`` says what; ``killer`` is the case that must fail, and ``options`` the oracle's."""
+    """``breaks`` says what, and by which report or rule; ``options`` are the oracle's.
+
+    ``killer`` is the case that must fail: the one that is about that report or rule.
+    """
 
     name: str
     breaks: str
     killer: str
     apply: Apply
     options: dict[str, Any]
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The bug reports whose fault this is."""
+        return ids_in(self.breaks)
+
+    @property
+    def section(self) -> str:
+        """Of the contract, where nobody's report but a rule of it is what breaks; else empty."""
+        found = re.search(r"\(contract, (.+)\)", self.breaks)
+        return found[1] if found else ""
 
 
 _REGISTRY: dict[str, Mutant] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from hotbunk.rollout.backends.oracle.engine import OracleEngine
 from hotbunk.rollout.backends.oracle.model import WeightGroup
 from hotbunk.rollout.backends.oracle.scheduler import Request, Scheduler
 from hotbunk.rollout.contract import TARGET, Tag, TokenChunk
-from hotbunk.rollout.gate import SLEEP
+from hotbunk.rollout.gate import SLEEP, Gate
 from hotbunk.rollout.parking import Parking
 from hotbunk.rollout.replica import Replica
 
@@ -112,6 +113,19 @@ def a_sleeping_engine_turns_requests_away(patch: Patches) -> None:
         return report
 
     patch.setattr(Replica, "sleep", unwelcoming)
+
+
+@mutant("requests_during_a_sleep_are_held_and_served")
+def a_wake_forgets_who_waits(patch: Patches) -> None:
+    """Who was held during a sleep is not told that it is over (H4)."""
+    original = Gate.drop
+
+    def forget(self: Gate, owner: str) -> None:
+        if owner == SLEEP and owner in self.pauses:
+            self._open = asyncio.Event()  # they wait for the old one
+        original(self, owner)
+
+    patch.setattr(Gate, "drop", forget)
 
 
 @mutant("the_peak_is_weights_and_a_bucket")

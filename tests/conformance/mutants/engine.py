@@ -63,7 +63,7 @@ def frozen_requests_keep_released_kv(patch: Patches) -> None:
 
 @mutant("frozen_requests_get_their_kv_back")
 def saved_kv_is_not_counted(patch: Patches) -> None:
-    """It is kept, and the report says it is lost."""
+    """It is kept, and the report says it is lost (C9)."""
     import msgspec
 
     original = Arenas.release
@@ -77,7 +77,7 @@ def saved_kv_is_not_counted(patch: Patches) -> None:
 
 @mutant("frozen_requests_get_their_kv_back_with_the_weights")
 def keep_kv_keeps_nothing(patch: Patches) -> None:
-    """KV that was to be kept is dropped, and computed again."""
+    """KV that was to be kept is dropped, and computed again (C9)."""
     original = Arenas.release
 
     async def drop(self: Arenas, tags: Any, retention: Any, overrides: Any, keep_kv: bool) -> Any:
@@ -88,13 +88,13 @@ def keep_kv_keeps_nothing(patch: Patches) -> None:
 
 @mutant("a_seed_repeats_its_draws")
 def seeds_are_ignored(patch: Patches) -> None:
-    """Whatever the seed, the draws are the same."""
+    """Whatever the seed, the draws are the same (contract, Verbs: generation)."""
     patch.setattr(scheduler, "_seed", lambda request: 0)
 
 
 @mutant("company_changes_nothing")
 def doubles_share_what_is_not_the_same(patch: Patches) -> None:
-    """Of two equal prompts in one batch the second is computed wrongly."""
+    """Of two equal prompts in one batch the second is computed wrongly (contract, Verbs: generation)."""
     original = Scheduler._advance
 
     def advance(self: Scheduler, entry: Request, seen: Any, corrupt: bool) -> None:
@@ -118,9 +118,9 @@ def keep_aborts(patch: Patches) -> None:
     patch.setattr(Scheduler, "pause", abort)
 
 
-@mutant("kept_request_continues_under_new_weights")
+@mutant("pause_abort")
 def an_abort_loses_tokens(patch: Patches) -> None:
-    """Tokens reach the reader in pairs, and an abort drops the odd one (V5)."""
+    """A token reaches the reader with the next one, and an abort drops the last (V5)."""
     original_finish, original_advance = Request.finish, Scheduler._advance
 
     def lossy(self: Request, *args: Any) -> None:
@@ -134,16 +134,14 @@ def an_abort_loses_tokens(patch: Patches) -> None:
         made, entry.chunks = entry.chunks, real
         held = entry.__dict__.setdefault("held", [])
         held.append(made.get_nowait())
-        if len(held) == 2 or entry.done:
-            for chunk in held:
-                real.put_nowait(chunk)
-            held.clear()
+        while len(held) > (0 if entry.done else 1):
+            real.put_nowait(held.pop(0))
 
     patch.setattr(Request, "finish", lossy)
     patch.setattr(Scheduler, "_advance", hold_back)
 
 
-@mutant("pause_wait")
+@mutant("updates_wait_for_what_runs")
 def a_pause_does_not_wait_for_the_step(patch: Patches) -> None:
     """A pause returns while the last step still runs (H7)."""
     patch.setattr(Scheduler, "standing_still", property(lambda self: self.mode is not None))
@@ -151,7 +149,7 @@ def a_pause_does_not_wait_for_the_step(patch: Patches) -> None:
 
 @mutant("dropping_the_stream_ends_the_request")
 def an_abandoned_request_runs_on(patch: Patches) -> None:
-    """A client goes away, and its request goes on."""
+    """A client goes away, and its request goes on (contract, Verbs: abort)."""
     original = Scheduler.drop
 
     def run_on(self: Scheduler, entry: Request) -> None:
@@ -225,7 +223,7 @@ def copies_are_made_too_late(patch: Patches) -> None:
     patch.setattr(Writer, "finish", finish)
 
 
-@mutant("goldens_of_two_versions")
+@mutant("every_group_moves_with_an_update")
 def the_draft_stays_old(patch: Patches) -> None:
     """Everything is said to be applied, and the draft's bytes are dropped (G16)."""
     original = WeightGroup.write
@@ -264,7 +262,7 @@ def a_discard_copies_anyway(patch: Patches) -> None:
     patch.setattr(Arenas, "_back_up", copy_all)
 
 
-@mutant("golden_after_a_kv_only_release")
+@mutant("release_reports_what_it_freed")
 def kv_is_not_given_back(patch: Patches) -> None:
     """Released by its word, not by the device's (M10)."""
     original = Device.unmap
@@ -302,13 +300,13 @@ def a_paused_engine_spins(patch: Patches) -> None:
 
 @mutant("the_engine_itself_refuses", gate="in_engine")
 def the_engine_believes_whoever_asks(patch: Patches) -> None:
-    """It says that it guards itself, and serves half-written weights."""
+    """It says that it guards itself, and serves half-written weights (N7)."""
     patch.setattr(OracleEngine, "_check_content", nothing)
 
 
 @mutant("the_engine_itself_refuses", gate="engine_pause")
 def a_pause_is_for_the_replica_alone(patch: Patches) -> None:
-    """It says that its pause keeps everybody out, and serves who comes past the replica."""
+    """It says that its pause keeps everybody out, and serves half-written weights (N7)."""
     original = Scheduler.submit
 
     def serve(self: Scheduler, request: Any) -> Request:

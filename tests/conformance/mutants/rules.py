@@ -41,7 +41,7 @@ def released_weights_take_updates(patch: Patches) -> None:
 
 @mutant("another_rank_fails")
 def no_dirty_mark(patch: Patches) -> None:
-    """Content counts as resident until the update commits."""
+    """Content counts as resident until the update commits (N7)."""
     patch.setattr(Residency, "written", nothing)
     patch.setitem(WEIGHT_RULES, (Weights.RESIDENT, Event.COMMIT), Weights.RESIDENT)
     patch.setitem(WEIGHT_RULES, (Weights.EMPTY, Event.COMMIT), Weights.RESIDENT)
@@ -86,7 +86,7 @@ def a_wake_ends_a_callers_pause(patch: Patches) -> None:
 
 @mutant("golden_after_a_backup_cycle")
 def a_wake_leaves_sleeps_pause(patch: Patches) -> None:
-    """Nothing is served after a wake until somebody resumes."""
+    """Nothing is served after a wake until somebody resumes (H17)."""
     original = Gate.drop
 
     def keep_asleep(self: Gate, owner: str) -> None:
@@ -118,7 +118,7 @@ def nobody_is_let_go(patch: Patches) -> None:
 
 @mutant("frozen_requests_end_at_the_deadline")
 def frozen_requests_wait_for_ever(patch: Patches) -> None:
-    """A frozen request has no deadline."""
+    """A frozen request has no deadline (contract, Verbs: pauses have owners)."""
     patch.setattr(Gate, "freeze", nothing)
 
 
@@ -135,7 +135,7 @@ def verbs_do_not_quiesce(patch: Patches) -> None:
 
 @mutant("same_version_is_sent_where_content_is_missing")
 def the_same_version_is_believed(patch: Patches) -> None:
-    """Skipped by its label, though there is no content under it."""
+    """Skipped by its label, though there is no content under it (H19)."""
     from hotbunk.rollout.contract import UpdateReport
 
     async def gullible(self: Updates, groups: Any, scope: Any, version: Any) -> Any:
@@ -147,7 +147,7 @@ def the_same_version_is_believed(patch: Patches) -> None:
 
 @mutant("walk_resident", unsupported=["retention.resident"])
 def unsupported_falls_back(patch: Patches) -> None:
-    """A retention that is not declared is replaced in silence."""
+    """A retention that is not declared is replaced in silence (F4)."""
     original = Replica.release
 
     async def fall_back(

@@ -14,7 +14,10 @@ from hotbunk.conformance.runner import run_case
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """What became of a mutant: ``case`` is the one that noticed (empty: it lives)."""
+    """What became of a mutant: ``case`` is the one that noticed (empty: none did).
+
+    Only the case that is about its fault kills it. Another that stumbles over it does so by luck.
+    """
 
     mutant: str
     breaks: str
@@ -24,8 +27,8 @@ class Kill(msgspec.Struct, frozen=True):
 
     @property
     def killed(self) -> bool:
-        """Whether some case noticed."""
-        return bool(self.case)
+        """Whether the case that was to notice did."""
+        return self.case == self.expected
 
 
 def hunt(mutants: Iterable[Mutant], *, seed: int = 0) -> Iterator[Kill]:

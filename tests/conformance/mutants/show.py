@@ -20,7 +20,7 @@ FILE = "mutants.json"
 
 
 def run_all(out: Path | None) -> int:
-    """Hunt them all, print the table, write ``mutants.json``; 0 if none lives."""
+    """Hunt them all, print the table, write ``mutants.json``; 0 if the case about it killed each."""
     mutants = all_mutants()
     hunting = hunt(mutants)
     kills = list(
@@ -41,10 +41,11 @@ def run_all(out: Path | None) -> int:
 
 def _table(kills: list[Kill]) -> Table:
     table = Table(title="mutants", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("mutant")
-    table.add_column("killed by")
-    table.add_column("what is broken")
+    table.add_column("mutant", overflow="fold")
+    table.add_column("killed by", overflow="fold")
+    table.add_column("what is broken", overflow="fold")
     for kill in kills:
-        by = Text(kill.case, "green" if kill.case == kill.expected else "yellow")
-        table.add_row(kill.mutant, by if kill.killed else Text("LIVES", "bold red"), kill.breaks)
+        lives = f"LIVES: not {kill.expected}" + (f", but {kill.case}" if kill.case else "")
+        by = Text(kill.case, "green") if kill.killed else Text(lives, "bold red")
+        table.add_row(kill.mutant, by, kill.breaks)
     return table

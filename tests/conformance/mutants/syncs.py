@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from hotbunk.conformance.mutants import Patches, mutant, nothing
 from hotbunk.rollout import errors
+from hotbunk.rollout.backends.oracle import engine
 from hotbunk.rollout.backends.oracle.engine import OracleEngine
 from hotbunk.rollout.backends.oracle.model import BUFFERS, WeightGroup
-from hotbunk.rollout.backends.oracle.update import Writer
+from hotbunk.rollout.backends.oracle.update import Writer, check_manifest
 from hotbunk.rollout.contract import FULL, Digests, UpdateReport
 from hotbunk.rollout.fingerprint import fingerprint_bytes
 from hotbunk.rollout.intake import Intake
@@ -189,3 +192,58 @@ def an_update_lets_go_who_waits(patch: Patches) -> None:
         return report
 
     patch.setattr(Replica, "_update", unkind)
+
+
+@mutant("bad_offers_are_refused")
+def unknown_names_are_skipped(patch: Patches) -> None:
+    """An offer names what the engine does not have, and the rest is applied (B16)."""
+    check, make, verify = check_manifest, Writer.__init__, Writer.verify
+
+    def known(manifest: Any, groups: Any) -> Any:
+        theirs = {name for group in groups.values() for name in group.owner}
+        tensors = tuple(spec for spec in manifest.tensors if theirs & set(spec.names))
+        return msgspec.structs.replace(manifest, tensors=tensors)
+
+    def lenient(manifest: Any, groups: Any, fed: Any) -> None:
+        check(known(manifest, groups), groups, fed)
+
+    def begin(self: Writer, manifest: Any, groups: Any) -> None:
+        taken = known(manifest, groups)
+        make(self, taken, groups)
+        places = dict(zip(taken.tensors, self._first, strict=True))
+        self._first = [places.get(spec, []) for spec in manifest.tensors]
+        self.intake = Intake(manifest, [spec.nbytes for spec in manifest.tensors])
+        self._manifest = manifest
+
+    def compare(self: Writer, sent: Any) -> None:
+        self._manifest = known(self._manifest, self._groups)
+        verify(self, sent)
+
+    patch.setattr(engine, "check_manifest", lenient)
+    patch.setattr(Writer, "__init__", begin)
+    patch.setattr(Writer, "verify", compare)
+
+
+@mutant("refused_by_another_rank")
+def one_rank_goes_ahead(patch: Patches) -> None:
+    """Another rank refuses, and this one applies the update all the same (N6)."""
+    original = OracleEngine.update_weights
+
+    async def ahead(self: OracleEngine, transfer: Any, **more: Any) -> Any:
+        accept, refused = transfer.accept, list[errors.UpdateRefused]()
+
+        async def heedless(*args: Any) -> bool:
+            try:
+                return bool(await accept(*args))
+            except errors.UpdateRefused as refusal:
+                refused.append(refusal)
+                transfer.accepted = True
+                return False
+
+        transfer.accept = heedless
+        report = await original(self, transfer, **more)
+        for refusal in refused:
+            raise refusal
+        return report
+
+    patch.setattr(OracleEngine, "update_weights", ahead)
