@@ -17,6 +17,7 @@ import pytest
 from hotbunk.conformance.backends.reference import ReferenceUnderTest
 from hotbunk.conformance.backends.reference_process import ReferenceProcessUnderTest
 from hotbunk.conformance.case import REGISTRY, Level, Status, all_cases
+from hotbunk.conformance.cases import phases
 from hotbunk.conformance.runner import accepted, run_case
 from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.rollout.backends.reference.engine import ReferenceEngine
@@ -52,6 +53,16 @@ async def test_two_ranks_in_processes_of_their_own(
     result = await run_case(REGISTRY[name], ranks)
     assert result.status is Status.PASS, result.detail
     assert accepted(result, ranks)
+
+
+@pytest.mark.anyio
+async def test_a_rank_that_hangs_while_it_compares_is_lost(
+    ranks: ReferenceProcessUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread never returns: each later update would run into its deadline, and nobody would know."""
+    monkeypatch.setattr(phases, "UPDATE_POINTS", ("verify",))
+    result = await run_case(REGISTRY["an_engine_hangs_in_each_phase"], ranks)
+    assert result.status is Status.PASS, result.detail
 
 
 @pytest.fixture(scope="module")

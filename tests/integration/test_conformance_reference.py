@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hotbunk.conformance.backends.reference import ReferenceUnderTest
-from hotbunk.conformance.case import Case, all_cases
+from hotbunk.conformance.case import REGISTRY, Case, Status, all_cases
 from hotbunk.conformance.kit import distinct
 from hotbunk.conformance.runner import accepted, run_case
 
@@ -54,6 +54,12 @@ def test_goldens_of_versions_differ_on_every_prompt(model: str, under_test: Made
     assert distinct(
         [[it.golden(p, version, it.tokens) for p in it.prompts] for version in range(4)]
     )
+
+
+@pytest.mark.anyio
+async def test_it_fails_at_every_point_of_an_update(under_test: Made) -> None:
+    result = await run_case(REGISTRY["an_engine_fails_in_each_phase"], under_test(WHOLE[0]))
+    assert (result.status, result.detail) == (Status.PASS, "")
 
 
 @pytest.mark.anyio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from hotbunk.conformance.negative import ATTEMPTS, DIRECT
 from hotbunk.conformance.reports import write_junit, write_markdown
 from hotbunk.conformance.rig import Rig
 from hotbunk.conformance.runner import accepted, run, run_case, write_matrix
-from hotbunk.conformance.under_test import BackendUnderTest
+from hotbunk.conformance.under_test import UPDATE_POINTS, BackendUnderTest
 from hotbunk.rollout.backends.oracle import OracleEngine, create
 from hotbunk.rollout.backends.oracle.options import ABILITIES
+from hotbunk.rollout.contract import Engine
+from hotbunk.rollout.replica import Replica
 
 CASES = all_cases()
 PASSED = (Status.PASS, Status.NOT_RUN, Status.UNSUPPORTED)
@@ -105,6 +108,77 @@ async def test_what_is_undeclared_and_done_all_the_same_is_found(lacking: str) -
     result = await run_case(one, Secretive(unsupported=[lacking]))
     assert result.status is Status.FAIL, result
     assert "Unsupported was to be raised" in result.detail, result.detail
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("lacking", ["samples", "stop_strings", "top_logprobs"])
+async def test_a_request_that_is_undeclared_and_served_all_the_same_is_found(lacking: str) -> None:
+    class Secretive(OracleUnderTest):
+        async def start(self) -> OracleEngine:
+            engine = await super().start()
+            engine._require = lambda verb, able: None  # type: ignore[method-assign]
+            return engine
+
+    one = next(c for c in CASES if lacking in c.capabilities)
+    result = await run_case(one, Secretive())
+    assert result.status is Status.FAIL, result
+    # Of several responses it makes one, and its rules end the case first.
+    found = "Unsupported was to be raised, and tokens|without a finish reason"
+    assert re.search(found, result.detail), result.detail
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["fail", "hang"])
+async def test_where_nothing_could_be_broken_is_said(how: str) -> None:
+    """Some points are a note; none at all is no pass."""
+
+    class Sturdy(OracleUnderTest):
+        sturdy: tuple[str, ...] = ("post_load", "verify")
+
+        def sabotage(self, point: str, how: str) -> bool:
+            return point not in self.sturdy and super().sabotage(point, how)
+
+    one = REGISTRY[f"an_engine_{how}s_in_each_phase"]
+    whole = await run_case(one, OracleUnderTest())
+    assert (whole.status, whole.detail) == (Status.PASS, "")
+    some = await run_case(one, Sturdy())
+    assert some.status is Status.PASS, some.detail
+    assert some.detail.endswith(f"made to {how} there: post_load, verify")
+    under_test = Sturdy()
+    under_test.sturdy = UPDATE_POINTS
+    none = await run_case(one, under_test)
+    assert none.status is Status.NOT_RUN
+    assert not accepted(none, under_test)
+
+
+@pytest.mark.anyio
+async def test_what_is_left_out_is_drawn_by_the_seed() -> None:
+    """One seed draws alike, others otherwise, and a part of the fused matrix is always among it."""
+    names = {spec.name for spec, _ in OracleUnderTest().weights(2)}
+
+    async def left_out(seed: int) -> tuple[str, ...]:
+        found: list[str] = []
+
+        class Noting(Replica):
+            async def update_weights(self, transfer: Any, **more: Any) -> Any:
+                lost = names - {spec.name for spec in transfer.manifest.tensors}
+                found.extend(lost if len(lost) == 1 else ())
+                return await super().update_weights(transfer, **more)
+
+        class Noted(OracleUnderTest):
+            def front(self, engine: Engine) -> Replica:
+                return Noting(engine, name=self.name, deadlines=self.deadlines)
+
+        result = await run_case(REGISTRY["bad_offers_are_refused"], Noted(), seed)
+        assert result.status is Status.PASS, result.detail
+        return tuple(found)
+
+    drawn = [await left_out(seed) for seed in range(8)]
+    assert drawn == [await left_out(seed) for seed in range(8)]
+    assert len({some for some, _ in drawn}) > 1
+    parts = {part for _, part in drawn}
+    assert 1 < len(parts) <= 3
+    assert all(re.fullmatch(r"layers\.0\.[qkv]\.weight", part) for part in parts)
 
 
 @pytest.mark.anyio

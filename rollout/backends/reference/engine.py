@@ -277,7 +277,8 @@ class ReferenceEngine(Generating):
         applied = writer.intake.finish()
         expected = dict(await transfer.fingerprints())
         if expected:
-            differing = await self._thread.call(partial(writer.differing, expected))
+            comparing = self._thread.call(partial(writer.differing, expected))
+            differing = await _uncut(comparing)
             if differing:
                 raise errors.VerifyFailed(differing)
         await _uncut(self._thread.call(lambda: self._outdate_caches(groups)))

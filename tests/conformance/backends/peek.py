@@ -63,9 +63,24 @@ def host_backup(engine: Any) -> int:
 def sabotage(engine: Any, point: str, how: str) -> bool:
     """Have its own functions raise once, or never return; False: not there.
 
-    A function that hangs holds a thread, which ends with its process only.
+    A function that hangs holds a thread, which ends with its process only. Nothing of this engine's
+    weights is processed after a load: ``post_load`` is where it finds that all bytes have come.
     """
     pool = engine._runner.pool
+    if point in ("post_load", "verify"):
+        begin = engine._writer
+
+        def spoiled(manifest: Any) -> Any:
+            del engine._writer
+            made = begin(manifest)
+            if point == "verify":
+                _break(made, "differing", point, how)
+            else:
+                _break(made.intake, "finish", point, how)
+            return made
+
+        engine._writer = spoiled
+        return True
     inside: dict[str, tuple[Any, str]] = {
         "accept": (engine, "_placements"),
         "bucket": (engine, "_writer"),
@@ -76,8 +91,11 @@ def sabotage(engine: Any, point: str, how: str) -> bool:
     }
     if point not in inside:
         return False
-    owner, function = inside[point]
+    _break(*inside[point], point, how)
+    return True
 
+
+def _break(owner: Any, function: str, point: str, how: str) -> None:
     def broken(*args: Any, **more: Any) -> None:
         delattr(owner, function)
         if how == "hang":
@@ -85,7 +103,6 @@ def sabotage(engine: Any, point: str, how: str) -> bool:
         raise RuntimeError(f"{point} breaks")
 
     setattr(owner, function, broken)
-    return True
 
 
 def starve(engine: Any, tag: str) -> None:
