@@ -17,11 +17,13 @@ import pytest
 
 pytest.importorskip("httpx")
 
+from hotbunk.conformance.backends import under_test
 from hotbunk.conformance.backends.stock.bare import Bare
 from hotbunk.conformance.backends.stock.dialect import Dialect
 from hotbunk.conformance.backends.stock.sglang import SglangDialect
 from hotbunk.conformance.backends.stock.surface import Surface, surface_of
 from hotbunk.conformance.backends.stock.vllm import VllmDialect
+from hotbunk.conformance.kit import save_model
 from hotbunk.conformance.rig import Unseen
 from hotbunk.conformance.transfers import FailedElsewhere, MemoryTransfer
 from hotbunk.rollout.contract import (
@@ -133,6 +135,19 @@ def test_what_answers_is_found_out(sglang: Simulated, vllm: Simulated) -> None:
     assert surface_of(vllm.url).routes == set(VLLM_ROUTES)
     vllm.headers["x-hotbunk-boot"] = "1"
     assert surface_of(vllm.url).kind == "hotbunk"
+
+
+def test_no_more_is_asked_for_than_it_takes(vllm: Simulated, tmp_path: Path) -> None:
+    """A server may be started with a shorter context than its model's."""
+    model = str(save_model("llama", 0, tmp_path / "model"))
+    served = {"id": model, "root": model}
+    asked = []
+    for told in ({}, {"max_model_len": 1024}):
+        vllm.pages["/v1/models"] = {"data": [served | told]}
+        it = under_test("url", url=vllm.url)
+        asked.append(it.endless_tokens + max(map(len, it.prompts)))
+        it.close()
+    assert asked[0] > asked[1] == 1024
 
 
 def test_what_cannot_be_tried_is_said() -> None:

@@ -57,8 +57,14 @@ async def _idle(served: Any) -> None:
 
 
 async def test_out_of_turn_is_told_at_once(place: Any) -> None:
-    """An update without init hung for five minutes (H16)."""
+    """An update without init hung for five minutes (H16). Nor does a finish without a start do anything."""
     client = await place.client((await place.oracle()).url)
+
+    async def state() -> list[Any]:
+        status = (await client.get("/status")).json()
+        return [status[part] for part in ("health", "groups", "kv", "versions", "pauses")]
+
+    before = await state()
     update = _update(ticket(1), 1)
     verbs = ("/start_weight_update", "/update_weights", "/finish_weight_update")
     for path in (*verbs, "/abort_weight_update"):
@@ -70,6 +76,7 @@ async def test_out_of_turn_is_told_at_once(place: Any) -> None:
         answer = await client.post(path, json=update if path == verbs[1] else None)
         assert _kind(answer) == (409, "SessionError")
         assert "start_weight_update" in answer.text
+    assert await state() == before
     await _ok(client, "/start_weight_update", {"is_checkpoint_format": True})
     assert _kind(await client.post("/start_weight_update")) == (409, "SessionError")
     empty = await client.post("/finish_weight_update")

@@ -49,6 +49,9 @@ class StockUnderTest(ReferenceUnderTest):
                 remedy="--model DIR, the model directory that it was given",
             )
         super().__init__(model=found)
+        if surface.context:  # a server may be started with less than its model could
+            room = surface.context - max(map(len, self.prompts))
+            self.endless_tokens = min(self.endless_tokens, room)
         self.url, self._key = url, key
         self.name = f"{surface.kind} {surface.version}".strip() + f" at {url}"  # type: ignore[misc]
         self.dialect = DIALECTS[surface.kind](surface)

@@ -37,6 +37,12 @@ class Surface(msgspec.Struct, frozen=True):
         return str(data[0].get("root") or data[0].get("id") or "")
 
     @property
+    def context(self) -> int:
+        """Tokens that a prompt and its response may have together; 0: it does not tell."""
+        data = (self.info.get("/v1/models") or {}).get("data") or [{}]
+        return int(data[0].get("max_model_len") or 0)
+
+    @property
     def model_name(self) -> str:
         """What a request calls the model."""
         data = (self.info.get("/v1/models") or {}).get("data") or [{}]
