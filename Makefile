@@ -56,8 +56,9 @@ PURE_TESTS := tests/unit tests/integration/shm/test_faults.py $(addprefix tests/
 	sources_of_updates.py sync_drill.py sync_faults_between_processes.py syncs_between_processes.py train.py) \
 	$(addprefix --deselect=tests/integration/test_train.py::,test_a_run_directory_is_whole test_memory_really_changes_hands)
 
+# Two files at a time: most tests wait for processes. PYTEST_ARGS='-n 0' is one, as a debugger needs.
 test: venv $(if $(HOTBUNK_PURE),,native-test)
-	$(BIN)/pytest $(if $(HOTBUNK_PURE),$(PURE_TESTS)) $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(if $(HOTBUNK_PURE),$(PURE_TESTS)) $(PYTEST_ARGS)
 
 # The C tests, under both kinds of sanitizer: they cannot share a build.
 native-test: export PATH := $(CURDIR)/$(BIN):$(PATH)
