@@ -37,7 +37,6 @@ def made(**options: Any) -> VllmOptions:
         ({"block_size": 0}, "block_size"),
         ({"max_num_seqs": "many"}, "max_num_seqs"),
         ({"engine_args": {"dtype": "float32"}}, "option of its own"),
-        ({"engine_args": {"enable_lora": True}}, "adapters"),
         ({"engine_args": {"data_parallel_size": 2}}, "option of its own"),
         ({"engine_args": {"pipeline_parallel_size": 2}}, "pipeline"),
         ({"engine_args": {"worker_cls": "mine"}}, "pool"),
