@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -27,9 +28,11 @@ import torch
 from hotbunk.benchmarks import dip
 from hotbunk.rollout import process
 from hotbunk.rollout.errors import ConfigError, DeadlineExceeded, TooFewReplicas
+from hotbunk.rollout.memory import host_pool
 from hotbunk.trainer_hooks.recipes import config as configuration
 from hotbunk.trainer_hooks.recipes import grpo
 from hotbunk.trainer_hooks.recipes.learner import Learner
+from hotbunk.trainer_hooks.recipes.models import build_tiny
 from hotbunk.trainer_hooks.recipes.preflight import plan_run
 from hotbunk.trainer_hooks.recipes.train import train
 
@@ -126,8 +129,9 @@ def test_without_staleness_it_is_the_run_that_takes_turns(tmp_path: Path) -> Non
         ("shm", "keep", ()),
         ("disk", "abort", ("rollout.replicas=2",)),
         ("shm", "abort", ("trainer.partial_rollout=false", "trainer.max_staleness=2")),
+        ("collective", "wait", ()),
     ],
-    ids=["keep", "abort", "abort from the prompt"],
+    ids=["keep", "abort", "abort from the prompt", "wait"],
 )
 def test_weights_are_switched_under_running_requests(
     transport: str, pause: str, more: tuple[str, ...], tmp_path: Path
@@ -164,11 +168,22 @@ def test_weights_are_switched_under_running_requests(
         assert total(metrics, "tokens_lost") == 0
         assert total(metrics, "tokens_recomputed") > 0
         assert crossed > 1
+    elif pause == "wait":
+        assert total(metrics, "continuations") == total(metrics, "tokens_lost") == 0
+        assert crossed == 1, "who was waited for never met the new weights"
     else:
         assert total(metrics, "tokens_lost") > 0
+    for row in metrics:
+        oldest = row["rollout/staleness_max"]
+        assert 0 <= row["rollout/staleness_p50"] <= row["rollout/staleness_p99"] <= oldest
+        assert row["rollout/backlog"] >= 0
+        assert row["rollout/superseded"] >= 0
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Staleness over steps" in page
     assert "tokens; " in page
+    share = 100 * median(row["rollout/overlap"] for row in metrics)
+    assert f"{share:.0f} %" in page
+    assert "of the training time; median step" in page
 
 
 def test_overdue_tokens_may_stay_and_count_less(
@@ -188,6 +203,26 @@ def test_overdue_tokens_may_stay_and_count_less(
     )
     assert len(scales) == len(metrics) == 3
     assert set(scales) == {1.0}, "nothing is overdue where groups end in order"
+
+
+def test_what_another_version_made_counts_by_its_likelihood_and_no_more_than_the_cap(
+    tmp_path: Path,
+) -> None:
+    """``p / b``, cut to the cap: of two responses one is twice as likely by now, one four times."""
+    settings = configuration.load(
+        [f"out={tmp_path / 'run'}", "trainer=grpo_async", *SMALL, "trainer.weight_cap=3"]
+    )
+    config = settings.trainer
+    learner = Learner(build_tiny(tmp_path / "model", hidden=32), config, host_pool())
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    ours = grpo.token_logprobs(learner.model, ids, config.temperature).detach()
+    mask = torch.tensor([[0.0, 1, 1], [0, 1, 1]])
+    behaviour = (ours - torch.tensor([[2.0], [4.0]]).log()) * mask
+    nothing = torch.zeros(2, 3)
+    batch = grpo.Batch(ids, mask, behaviour, torch.tensor([1.0, -1.0]), nothing + 1, nothing)
+    stats = learner.step(batch, 0)
+    assert stats.weight == pytest.approx((2 + 3) / 2, rel=1e-4)
+    assert stats.truncated == pytest.approx(0.5)
 
 
 # -- when it goes wrong -----------------------------------------------------------------------

@@ -184,3 +184,14 @@ def test_metrics_are_prometheus(server: Any) -> None:
     )
     assert (before["hotbunk_paused"], after["hotbunk_paused"]) == (0, 1)
     assert after["hotbunk_kv_blocks_total"] > 0
+
+
+def test_bare_it_has_no_verbs_and_tells_no_details(serve: Any, model: Any) -> None:
+    """Neither ``--dev`` nor a key, nor ``--enable-prompt-tokens-details``; an end that is taken, or not."""
+    bare = serve("--model", str(model))
+    for path in ("/pause", "/sleep", "/update_weights", "/reset_prefix_cache", "/abort_requests"):
+        assert bare.post(path).status_code == 404, path
+    assert bare.http.get("/status").status_code == 404
+    whole = bare.complete(PROMPT, 40)
+    assert whole["usage"]["prompt_tokens_details"] is None
+    assert whole["choices"][0]["finish_reason"] == "length"

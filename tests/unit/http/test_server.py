@@ -342,25 +342,31 @@ async def test_a_client_that_does_not_read_stalls_nobody(place: Any) -> None:
     """Its stream is held back; pauses of every mode, sleep and others' requests are not."""
     served = await place.oracle(step_time=0.0002)
     client = await place.client(served.url)
-    body = json.dumps(_asked(LONG, stream=True, logprobs=0, return_token_ids=True)).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
-    writers = []
-    for _ in range(3):
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
-        writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-        writers.append((reader, writer))
-    for reader, _ in writers:
-        await reader.readline()
-    await asyncio.sleep(0.3)
-    for mode in PauseMode:
+    for verb in (*PauseMode, None):
+        # Anew for each: an abort ends them. A wait must see their end, so theirs is in reach.
+        tokens = 800 if verb is PauseMode.WAIT else LONG
+        writers = [await _never_reading(served, tokens) for _ in range(3)]
+        await asyncio.sleep(0.3)
         await _ok(client, "/v1/completions", _asked(50))
-        await _ok(client, "/pause", mode=mode.value)
-        await _ok(client, "/resume")
-    await _ok(client, "/sleep", level=1)
-    await _ok(client, "/wake_up")
-    for _, writer in writers:
-        writer.close()
-    await _idle(served)
+        if verb is None:
+            await _ok(client, "/sleep", level=1)
+            await _ok(client, "/wake_up")
+        else:
+            await _ok(client, "/pause", mode=verb.value)
+            await _ok(client, "/resume")
+        for writer in writers:
+            writer.close()
+        await _idle(served)
+
+
+async def _never_reading(served: Any, tokens: int) -> asyncio.StreamWriter:
+    """The connection of a stream of which the first line was read, and nothing will be."""
+    body = json.dumps(_asked(tokens, stream=True, logprobs=0, return_token_ids=True)).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
+    writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+    await reader.readline()
+    return writer
 
 
 async def test_a_request_held_too_long_ends_with_a_retryable_abort(place: Any) -> None:
