@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -126,6 +128,16 @@ def test_chats(server: Any) -> None:
     pieces = [chunk["choices"][0] for chunk in _events(server, "/v1/chat/completions", body)]
     assert pieces[0]["delta"]["role"] == "assistant"
     assert "".join(p["delta"]["content"] for p in pieces) == choice["message"]["content"]
+    more = {"temperature": 1.0, "seed": 7, "return_token_ids": True, "return_weight_versions": True}
+    drawn = server.ok("/v1/chat/completions", {**body, **more})["choices"][0]
+    again = server.ok("/v1/chat/completions", {**body, **more})["choices"][0]
+    other = server.ok("/v1/chat/completions", {**body, **more, "seed": 8})["choices"][0]
+    assert drawn["token_ids"] == again["token_ids"] != other["token_ids"]
+    assert [span["end"] for span in drawn["weight_versions"]] == [9]
+    ended = {**body, **more, "stop_token_ids": [drawn["token_ids"][4]]}
+    cut = server.ok("/v1/chat/completions", ended)["choices"][0]
+    assert cut["finish_reason"] == "stop"
+    assert len(cut["token_ids"]) <= 5
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     assert server.post("/v1/chat/completions", {"messages": image}).status_code == 422
 
@@ -186,12 +198,22 @@ def test_metrics_are_prometheus(server: Any) -> None:
     assert after["hotbunk_kv_blocks_total"] > 0
 
 
-def test_bare_it_has_no_verbs_and_tells_no_details(serve: Any, model: Any) -> None:
-    """Neither ``--dev`` nor a key, nor ``--enable-prompt-tokens-details``; an end that is taken, or not."""
-    bare = serve("--model", str(model))
+def test_bare_it_has_no_verbs_and_tells_no_details(
+    server: Any, serve: Any, model: Path, tmp_path: Path
+) -> None:
+    """Neither ``--dev`` nor a key, nor ``--enable-prompt-tokens-details``; an end is heard, or not."""
+    server.ok("/update_weights_from_disk")
+    tokens = server.complete(PROMPT, 40, return_token_ids=True)["choices"][0]["token_ids"]
+    ending = shutil.copytree(model, tmp_path / "ending")
+    config = json.loads((ending / "config.json").read_text())
+    (ending / "config.json").write_text(json.dumps({**config, "eos_token_id": tokens[20]}))
+    bare = serve("--model", str(ending))
     for path in ("/pause", "/sleep", "/update_weights", "/reset_prefix_cache", "/abort_requests"):
         assert bare.post(path).status_code == 404, path
     assert bare.http.get("/status").status_code == 404
     whole = bare.complete(PROMPT, 40)
     assert whole["usage"]["prompt_tokens_details"] is None
-    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["choices"][0]["finish_reason"] == "length", "it was told to go on"
+    heard = bare.complete(PROMPT, 40, ignore_eos=False, return_token_ids=True)["choices"][0]
+    assert heard["finish_reason"] == "stop"
+    assert heard["token_ids"] == tokens[: tokens.index(tokens[20]) + 1]
