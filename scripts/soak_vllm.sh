@@ -8,15 +8,12 @@
 # ROUNDS (1): of everything. LEVEL (all): of the suite. DEPLOYMENTS (all six, names below): which.
 # HOTBUNK_VLLM_CYCLES (200): of sleep, update and wake. HOTBUNK_VLLM_KILLS (20). DOCUMENT: another than
 # docs/conformance.md; empty: none.
-set -um # -m: each part is a job of its own, which a signal to us does not reach
+. "$(dirname "$0")/soak_parts.sh"
 bin=$1
 shift
 export HOTBUNK_VLLM_CYCLES=${HOTBUNK_VLLM_CYCLES:-200} HOTBUNK_VLLM_KILLS=${HOTBUNK_VLLM_KILLS:-20}
 export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-ERROR}
 document=${DOCUMENT-docs/conformance.md}
-logs=$(mktemp -d "${TMPDIR:-/tmp}/hotbunk-soak.XXXXXX")
-failed=0
-running=""
 
 declare -A how=(
     ["in process"]="--backend vllm"
@@ -28,30 +25,7 @@ declare -A how=(
 )
 IFS=: read -ra deployments <<<"${DEPLOYMENTS:-in process:in process, tied:own process:TP=2:DP=2:HTTP}"
 
-part() { # part NAME COMMAND...
-    local name=$1 began=$SECONDS log code=0
-    shift
-    log="$logs/${name//[^A-Za-z0-9=]/-}.log"
-    "$@" >"$log" 2>&1 </dev/null &
-    running=$!
-    wait "$running" || code=$?
-    running=""
-    printf '%-28s %6d s  %s\n' "$name" $((SECONDS - began)) "$(grep -E '[0-9]+ (pass|fail)' "$log" | tail -n 1)"
-    if [ "$code" -ne 0 ]; then
-        failed=$((failed + 1))
-    fi
-}
-
-stop() {
-    trap - INT TERM
-    if [ -n "$running" ]; then
-        kill -INT -- "-$running"
-        wait "$running"
-    fi
-    echo "stopped; the logs are in $logs"
-    exit 130
-}
-trap stop INT TERM
+summary() { grep -E '[0-9]+ (pass|fail)' "$1" | tail -n 1; }
 
 for round in $(seq "${ROUNDS:-1}"); do
     found=()
@@ -76,9 +50,4 @@ for round in $(seq "${ROUNDS:-1}"); do
         --ignore tests/engines/vllm/test_cycles.py "$@"
 done
 
-echo "in all $SECONDS s; $failed parts failed"
-if [ "$failed" -ne 0 ]; then
-    echo "the logs are in $logs"
-    exit 1
-fi
-rm -r "$logs"
+finish
