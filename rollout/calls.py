@@ -52,6 +52,17 @@ async def abandoned(*futures: asyncio.Future[Any]) -> None:
         await asyncio.wait(futures)
 
 
+async def whole(call: Awaitable[T]) -> T:
+    """Await it to its end, also when cancelled meanwhile: what it set going elsewhere may still write."""
+    task = asyncio.ensure_future(call)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(noted)
+        await asyncio.wait({task})
+        raise
+
+
 def noted(future: asyncio.Future[Any]) -> None:
     """A callback: what it raised is taken note of, though nobody waits."""
     if not future.cancelled():

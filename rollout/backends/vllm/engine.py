@@ -26,6 +26,7 @@ from hotbunk.rollout.backends.vllm.requests import check_length
 from hotbunk.rollout.backends.vllm.stats import Stats
 from hotbunk.rollout.backends.vllm.streams import Stream, sampling_params
 from hotbunk.rollout.backends.vllm.update import Receiver, merged
+from hotbunk.rollout.calls import whole
 from hotbunk.rollout.contract import (
     FULL,
     TARGET,
@@ -153,12 +154,21 @@ class VllmEngine(Face[Stream]):
     async def everywhere(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every worker of every engine core; what each returned, in order.
 
-        vLLM's own ``collective_rpc`` returns those of the first engine core only.
+        vLLM's own ``collective_rpc`` returns those of the first engine core only. It is over when all
+        have answered, also when who waits for it is cancelled: until then they may write.
+
+        :raises EngineFailed: some of them failed.
         """
-        said = await self.llm.engine_core.call_utility_all_async(
-            "collective_rpc", method, None, args, {}
+        said = await whole(
+            self.llm.engine_core.call_utility_all_async(
+                "collective_rpc", "hotbunk_call", None, (method, *args), {}
+            )
         )
-        return [one for core in said for one in core]
+        answers = [one for core in said for one in core]
+        wrong = [f"worker {n}: {why}" for n, (why, _) in enumerate(answers) if why]
+        if wrong:
+            raise errors.EngineFailed(f"{method} failed in {'; '.join(wrong)}")
+        return [found for _, found in answers]
 
     # -- the five verbs -----------------------------------------------------------------------
 

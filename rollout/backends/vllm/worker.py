@@ -7,6 +7,7 @@ Arguments and results are plain values.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from hotbunk.rollout.backends.vllm.parked import storages
 from hotbunk.rollout.backends.vllm.routes import Route, Routes
 from hotbunk.rollout.binding import dtype_from, dtype_name
 
+log = logging.getLogger(__name__)
 _GREEDY = 1e-5  # a lower temperature counts as greedy in vLLM
 
 
@@ -49,6 +51,18 @@ class WorkerExtension:
         inside.serve(engine, f"{folder}/{inside.rank_of(self)}", sharded=shards > 1)
         found: dict[str, Any] = engine.found()
         return found
+
+    def hotbunk_call(self, method: str, *args: Any) -> tuple[str, Any]:
+        """Another of these methods: what went wrong (empty: nothing), and what it returned.
+
+        Where vLLM has several workers it stops reading answers at the first that raised. Those of the
+        others stay, and every later call takes them for its own: so nothing may be raised to it.
+        """
+        try:
+            return "", getattr(self, method)(*args)
+        except Exception as error:  # the boundary to vLLM's workers, see above
+            log.exception("%s failed in worker %s", method, os.getpid())
+            return f"{type(error).__name__}: {error}", None
 
     def hotbunk_temper(self) -> None:
         """Log-probs are at the request's temperature from now on, also without an adapter here."""

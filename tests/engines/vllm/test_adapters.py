@@ -262,7 +262,11 @@ async def test_no_sync_of_the_base_brings_it_back_so_level_2_keeps_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{"tensor_parallel_size": 2}, {"tied": True}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}, {"tied": True}],
+    ids=str,
+)
 async def test_on_two_ranks_and_on_tied_weights(more: dict[str, Any]) -> None:
     it = under_test("vllm", engine_args=LORA, **more)
     assert isinstance(it, VllmUnderTest)

@@ -179,6 +179,20 @@ CURES = {
         "test_sleep.py::test_little_of_what_is_tagged_stays_and_output_is_the_same[1]",
         "AssertionError|assert|ReleaseIncomplete",
     ),
+    "14 nothing is raised to vLLM": Cure(
+        f"{VLLM}.worker",
+        '            log.exception("%s failed in worker %s", method, os.getpid())\n',
+        "            raise\n",
+        "test_lost.py::test_a_worker_that_fails_does_not_shift_what_others_answer",
+        "Regex|AssertionError|Exception",
+    ),
+    "15 waited for, also by who gave up": Cure(
+        "hotbunk.rollout.calls",
+        "        task.add_done_callback(noted)\n        await asyncio.wait({task})\n        raise\n",
+        "        raise\n",
+        "test_lost.py::test_nothing_is_written_any_more_once_an_update_was_given_up",
+        "is still to come",
+    ),
     "adapters: dropped when written": Cure(
         f"{VLLM}.bank",
         "            self._loader.remove_adapter(number)\n",

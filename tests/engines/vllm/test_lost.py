@@ -20,6 +20,7 @@ from hotbunk.checkpoint_engine.policy import SyncPolicy
 from hotbunk.checkpoint_engine.source import module_source
 from hotbunk.conformance import tickets
 from hotbunk.conformance.backends.vllm import VllmUnderTest
+from hotbunk.conformance.transfers import Hooked
 from hotbunk.rollout import errors
 from hotbunk.rollout.backends.vllm import pauses
 from hotbunk.rollout.contract import (
@@ -149,6 +150,52 @@ async def test_a_core_that_hangs_when_it_is_to_stand_still_is_lost(
     again = await untied.engine()  # the one that stands still is ended, and another started
     done = await collect(again.generate(ask(prompt)))
     assert list(done.token_ids) == untied.golden(prompt, 0, 8)
+
+
+async def test_nothing_is_written_any_more_once_an_update_was_given_up(
+    replica: Replica, untied: VllmUnderTest
+) -> None:
+    """Its worker stands still when it is to load, and goes on after the deadline: that is waited for."""
+    pid = untied._where["pid"]
+    transfer = Hooked(untied.weights(1), version=Version(0, 1))
+
+    async def hook(phase: str) -> None:
+        if phase == "fingerprints":
+            os.kill(pid, signal.SIGSTOP)
+
+    transfer.hook = hook
+    await replica.pause_generation(PauseMode.KEEP)
+    doing = asyncio.create_task(
+        replica.update_weights(transfer, version=Version(0, 1), deadline=0.5)
+    )
+    await until(lambda: "fingerprints" in transfer.events)
+    asyncio.get_running_loop().call_later(1.0, os.kill, pid, signal.SIGCONT)
+    with pytest.raises(errors.DeadlineExceeded):
+        await doing
+    for spec, content in untied.weights(1):
+        assert untied.read_weight(spec.name) == content, f"{spec.name} is still to come"
+
+
+async def fails_in_both(it: VllmUnderTest) -> None:
+    engine: Any = await it.engine()
+    for _ in range(2):
+        with pytest.raises(errors.EngineFailed, match=r"worker 0: .*nowhere.*worker 1: .*nowhere"):
+            await engine.everywhere("hotbunk_load", "/nowhere", [])
+    found = await engine.everywhere("hotbunk_addresses")
+    assert [one["pid"] for one in found] == [place["pid"] for place in it._ranks]
+
+
+@pytest.mark.slow
+async def test_a_worker_that_fails_does_not_shift_what_others_answer(
+    sharded: VllmUnderTest,
+) -> None:
+    """vLLM leaves what the others answered unread, and takes it for the answer to the next call."""
+    await fails_in_both(sharded)
+
+
+@pytest.mark.slow
+async def test_every_core_is_heard_also_where_one_failed(copied: VllmUnderTest) -> None:
+    await fails_in_both(copied)
 
 
 async def test_in_a_process_of_its_own_it_sleeps_takes_syncs_and_goes_with_it(
