@@ -56,7 +56,7 @@ def create_app(
         guarded = [*keyed, Depends(require_local)]
         app.include_router(control.router, dependencies=guarded)
         app.include_router(weights.router, dependencies=guarded)
-        app.state.session = Session(plane)
+        app.state.session = Session(replica)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HotbunkError, _failed)
     app.add_exception_handler(HTTPException, _refused)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from hotbunk.rollout.calls import abandoned, noted
-from hotbunk.rollout.contract import Scope, Ticket, UpdateReport, Version
+from hotbunk.rollout.contract import Scope, UpdateReport, Version
 from hotbunk.rollout.errors import SessionError
-from hotbunk.rollout.server.plane import Plane
 
 
 class Step(StrEnum):
@@ -20,11 +19,19 @@ class Step(StrEnum):
     STARTED = "started"
 
 
-class Session:
-    """The one weight session of a server. Its methods answer at once, but for ``update``."""
+class Updated(Protocol):
+    """What a session is in front of: of a replica, the verb that takes weights."""
 
-    def __init__(self, plane: Plane) -> None:
-        self._plane = plane
+    async def update_weights(
+        self, source: Any, *, version: Version, scope: Scope, deadline: float | None
+    ) -> UpdateReport: ...
+
+
+class Session:
+    """The one weight session of a replica's server. Its methods answer at once, but for ``update``."""
+
+    def __init__(self, replica: Updated) -> None:
+        self._replica = replica
         self.generation = 0
         self.step = Step.CLOSED
         self._number = 0  # of the session
@@ -55,20 +62,21 @@ class Session:
     async def update(
         self,
         generation: int | None,
-        ticket: Ticket,
+        source: Any,
         version: Version,
         scope: Scope,
         deadline: float | None,
     ) -> UpdateReport:
         """Run one update to its end, also when who asked has gone.
 
+        ``source``: what the replica takes: a ticket, and in its own process a transfer.
+
         :raises SessionError: out of turn, or another one runs.
         """
         self._check(generation, Step.STARTED, "update_weights")
-        replica, mine = self._plane.replica, self._number
-        report = await self.run(
-            replica.update_weights(ticket, version=version, scope=scope, deadline=deadline)
-        )
+        mine = self._number
+        work = self._replica.update_weights(source, version=version, scope=scope, deadline=deadline)
+        report = await self.run(work)
         if mine == self._number:
             self.last = report
         return report

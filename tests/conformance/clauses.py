@@ -144,6 +144,12 @@ Packing is exact: tensors larger than a bucket, odd sizes, 0-d and zero-size ten
 tied tensors (sent once, all names bound).
 = any_bucket_size order_of_names_does_not_matter tied_tensors ties_that_the_engine_does_not_have
 
+[Transfer: order]
+Offer, accept, buckets, fingerprints, commit, with abort at any point instead; a control plane has
+start, update, finish or abort in this order, and a step out of turn changes nothing.
+= a_sender_is_asked_for_each_step_once an_update_in_steps finish_without_start
+= a_start_is_finished_once
+
 [Transfer: outcomes]
 Refused or failed before a byte: unchanged. Failed after a byte: DIRTY, the replica is poisoned,
 answers nobody, and is healed by a full resend, never a delta.

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from hotbunk.conformance.steps import Steps
 from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.conformance.under_test import BackendUnderTest, Tensors
 from hotbunk.rollout.contract import (
@@ -120,6 +121,7 @@ class Rig:
         self.notes: list[str] = []
         self.measured: dict[str, list[float]] = {}
         self._requests: list[Running] = []
+        self._steps: list[Steps] = []
         self._count = 0
 
     @property
@@ -196,6 +198,11 @@ class Rig:
         report = await self.send(self.transfer(version))
         await self.ut.settle(self.replica)
         return report
+
+    async def steps(self) -> Steps:
+        """A new client that updates in steps; sessions of older ones are over."""
+        self._steps.append(await self.ut.steps(self.replica))
+        return self._steps[-1]
 
     def fed(self) -> list[str]:
         """Groups that a full update carries."""
@@ -335,11 +342,13 @@ class Rig:
         )
 
     async def close(self) -> None:
-        """Stop reading whatever is still read."""
+        """Stop reading whatever is still read, and let go of sessions."""
         requests, self._requests = self._requests, []
         for request in requests:
             request.task.cancel()
         await asyncio.gather(*(r.task for r in requests), return_exceptions=True)
+        while self._steps:
+            await self._steps.pop().close()
 
 
 def check_spans(done: Completion) -> None:

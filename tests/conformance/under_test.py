@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
+from hotbunk.conformance.steps import Steps, StepsHere
 from hotbunk.rollout.contract import Engine, Tag, TensorSpec
 from hotbunk.rollout.replica import Replica
 from hotbunk.rollout.status import Deadlines
@@ -103,6 +104,10 @@ class BackendUnderTest(ABC):
     def front(self, engine: Engine) -> Replica:
         """What the cases speak to: hotbunk's replica, unless another keeps the rules."""
         return Replica(engine, name=self.name, deadlines=self.deadlines)
+
+    async def steps(self, replica: Replica) -> Steps:
+        """A new client of the control plane: hotbunk's own, unless another server has one."""
+        return await StepsHere.begun(replica)
 
     async def check_options(self) -> None:
         """Before the first case: build what a case would, and start nothing.

@@ -30,6 +30,8 @@ TOY = Path(__file__).with_name("toy_backend")
 # Beside the sharpest (test_conformance_soak.py): what only processes of their own can show.
 IN_RANKS = [
     "a_planted_corruption_is_found",
+    "a_sender_is_asked_for_each_step_once",
+    "an_update_in_steps",
     "any_bucket_size",
     "the_engine_itself_refuses",
     "killed_and_started_anew",

@@ -18,6 +18,10 @@ from hotbunk.conformance.under_test import BackendUnderTest
 pytestmark = pytest.mark.anyio
 CHOSEN = (
     "a_flipped_bit_is_named",
+    "a_sender_is_asked_for_each_step_once",
+    "a_start_is_finished_once",
+    "an_update_in_steps",
+    "finish_without_start",
     "sender_hangs",
     "the_engine_itself_refuses",
     "the_old_version_heals",

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 SNAPSHOT = Path(__file__).with_name("conformance_api.txt")
-MODULES = ("backends", "case", "rig", "runner", "transfers", "under_test")
+MODULES = ("backends", "case", "rig", "runner", "steps", "transfers", "under_test")
 
 
 def described(module: ModuleType) -> Iterator[str]:

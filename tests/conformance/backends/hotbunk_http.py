@@ -12,10 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from hotbunk.conformance.backends.reference import ReferenceUnderTest
+from hotbunk.conformance.backends.steps_there import StepsThere
 from hotbunk.conformance.kit import text_of
+from hotbunk.conformance.steps import Steps
+from hotbunk.rollout.backends.hotbunk_http.options import HttpOptions
 from hotbunk.rollout.contract import Engine
 from hotbunk.rollout.errors import ConfigError, DeadlineExceeded
 from hotbunk.rollout.handle import LocalHandle
+from hotbunk.rollout.options import convert
 from hotbunk.rollout.registry import create_backend
 from hotbunk.rollout.replica import Replica
 from hotbunk.rollout.server.app import create_app
@@ -48,6 +52,11 @@ class HttpUnderTest(ReferenceUnderTest):
         return create_backend(
             "hotbunk_http", url=served.url, relay=self._relay, deadlines=self.deadlines
         )
+
+    async def steps(self, replica: Replica) -> Steps:
+        assert self._server is not None
+        where = {"url": self._server.url, "relay": self._relay, "deadlines": self.deadlines}
+        return await StepsThere.begun(convert(where, HttpOptions, "backend hotbunk_http"))
 
     async def stop(self) -> None:
         served, self._server = self._server, None

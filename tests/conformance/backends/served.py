@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 
-from hotbunk.conformance.backends.driven import Relabelling
+from hotbunk.conformance.backends.driven import Relabelled, Relabelling
 from hotbunk.conformance.backends.reference import ReferenceUnderTest
+from hotbunk.conformance.backends.steps_there import StepsThere
 from hotbunk.conformance.rig import NotApplicable
+from hotbunk.conformance.steps import Steps
 from hotbunk.conformance.transfers import MemoryTransfer
 from hotbunk.rollout.backends.hotbunk_http.engine import HttpEngine
 from hotbunk.rollout.backends.hotbunk_http.handle import HttpHandle
@@ -23,11 +25,14 @@ from hotbunk.rollout.contract import (
     Engine,
     MemoryReport,
     Tag,
+    Transfer,
+    UpdateReport,
     Version,
 )
 from hotbunk.rollout.errors import ConfigError, ReplicaLost
 from hotbunk.rollout.http.relay import relay
 from hotbunk.rollout.options import convert
+from hotbunk.rollout.replica import Replica
 from hotbunk.rollout.status import Deadlines, Health
 
 UNSEEN = "bytes of weights cannot be seen from outside"
@@ -100,6 +105,11 @@ class ServedUnderTest(ReferenceUnderTest):
         await handle.reset_caches()
         return self._incarnation
 
+    async def steps(self, replica: Replica) -> Steps:
+        made = await _FreshSteps.begun(self._connection)
+        made.incarnation = self._incarnation
+        return made
+
     def read_weight(self, name: str) -> bytes:
         raise NotApplicable(UNSEEN)
 
@@ -124,6 +134,28 @@ class ServedUnderTest(ReferenceUnderTest):
 
     def host_backup(self) -> None:
         return None
+
+
+class _FreshSteps(StepsThere):
+    """Steps whose versions here are those there, likewise."""
+
+    incarnation = 0
+
+    async def update(self, transfer: Transfer) -> UpdateReport:
+        return await super().update(Relabelled(transfer, self._there))
+
+    async def finish(self, version: Version | None = None) -> Version:
+        return self._here(await super().finish(None if version is None else self._there(version)))
+
+    async def label(self) -> Version | None:
+        held = await super().label()
+        return None if held is None else self._here(held)
+
+    def _there(self, version: Version) -> Version:
+        return Version(version.incarnation + self.incarnation, version.step)
+
+    def _here(self, version: Version) -> Version:
+        return Version(version.incarnation - self.incarnation, version.step)
 
 
 class _Fresh(Relabelling, HttpEngine):

@@ -12,6 +12,7 @@ from hotbunk.conformance.cases import (
     phases,
     sampling,
     states,
+    steps,
     updates,
     waiting,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "phases",
     "sampling",
     "states",
+    "steps",
     "updates",
     "waiting",
 ]

@@ -89,6 +89,12 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 def all_mutants() -> list[Mutant]:
     """Every mutant, in a stable order."""
-    from hotbunk.conformance.mutants import cycles, engine, rules, syncs  # noqa: F401 - registers them
+    from hotbunk.conformance.mutants import (  # noqa: F401 - registers them
+        cycles,
+        engine,
+        frames,
+        rules,
+        syncs,
+    )
 
     return list(_REGISTRY.values())

@@ -16,6 +16,7 @@ from hotbunk.conformance.backends.stock.sglang import SglangDialect
 from hotbunk.conformance.backends.stock.surface import Surface
 from hotbunk.conformance.backends.stock.vllm import VllmDialect
 from hotbunk.conformance.rig import Unseen
+from hotbunk.conformance.steps import Steps
 from hotbunk.conformance.under_test import Tensors
 from hotbunk.rollout.binding import dtype_from
 from hotbunk.rollout.contract import Engine, Tag, TensorSpec
@@ -78,6 +79,9 @@ class StockUnderTest(ReferenceUnderTest):
     async def settle(self, replica: Replica) -> None:
         """Its routes leave caches to the caller."""
         await replica.reset_caches()
+
+    async def steps(self, replica: Replica) -> Steps:
+        raise not_part("an update in steps (a reload is one call)")
 
     def publish(self, tensors: Tensors) -> Path:
         """A model directory with these tensors.
