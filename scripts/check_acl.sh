@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Hold what csrc/pool/acl_api.h declares of Ascend's ACL against the headers in the torch-npu wheel.
-# The headers are fetched into a temporary folder and never kept. Where the package index does not
-# offer the wheel, that is said and nothing is compared: our own declarations compile with the
-# library in any case.
+# The headers are fetched into a temporary folder and never kept. Where they cannot be had nothing is
+# compared, and that is a failure: a check that did not take place says nothing.
 #   scripts/check_acl.sh [WHEEL-OR-FOLDER-OF-HEADERS]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,7 +17,7 @@ if [ -z "$source" ]; then
         -d "$work" torch-npu >"$work/log" 2>&1; then
         echo "check_acl: not compared: the torch-npu wheel cannot be had here:" >&2
         tail -n 2 "$work/log" >&2
-        exit 0
+        exit 1
     fi
     source=$(echo "$work"/torch_npu-*.whl)
 fi
@@ -29,7 +28,7 @@ if [ -f "$source" ]; then
     header=$(find "$work/wheel" -path '*/acl/acl_rt.h' -print -quit)
     if [ -z "$header" ]; then
         echo "check_acl: not compared: $(basename "$source") holds no acl/acl_rt.h" >&2
-        exit 0
+        exit 1
     fi
     include=$(dirname "$(dirname "$header")")
 fi

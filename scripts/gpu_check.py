@@ -28,13 +28,19 @@ MIB = 1 << 20
 rows: list[tuple[str, str, str]] = []
 
 
+class NotHere(Exception):
+    """This machine lacks what a check needs, and nothing is downloaded."""
+
+
 def check(name: str, call: Callable[[], str]) -> None:
     """Run one check; what it returns is shown."""
     began = time.perf_counter()
     try:
         detail, result = call(), "ok"
-    except ModuleNotFoundError as error:  # of this machine's Python; nothing is downloaded
+    except ModuleNotFoundError as error:
         detail, result = f"{error.name} is not installed", "skipped"
+    except NotHere as error:
+        detail, result = str(error), "skipped"
     except (
         AssertionError,
         HotbunkError,
@@ -64,6 +70,8 @@ def bits(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def kernels_load() -> str:
     found = native.load()
+    if not list(found.path.parent.glob("*.fatbin")):
+        raise NotHere("they were not built: no nvcc")
     why = found.kernels.why_not_cuda(0)
     assert not why, why
     return f"{found.path.parent}"

@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import itertools
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,26 @@ from typing import Any
 import pytest
 import torch
 
-from hotbunk.checkpoint_engine.source import TensorSource, module_source
+from hotbunk.checkpoint_engine.policy import SyncReport
+from hotbunk.checkpoint_engine.source import TensorSource, WeightSource, module_source
+from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
+from hotbunk.rollout import errors
 from hotbunk.rollout.contract import (
+    FULL,
     Completion,
     GenerateRequest,
+    Manifest,
     PauseMode,
     Sampling,
     TokenChunk,
+    Transfer,
+    Version,
     collect,
 )
-from hotbunk.rollout.registry import create_backend
+from hotbunk.rollout.fingerprint import KIND
+from hotbunk.rollout.handle import LocalHandle
+from hotbunk.rollout.memory import HostPool
+from hotbunk.rollout.registry import create_backend, open_transfer
 from hotbunk.rollout.replica import Replica
 from hotbunk.rollout.status import Deadlines
 from hotbunk.trainer_hooks.recipes.models import build_tiny, load_model
@@ -169,6 +180,72 @@ def source(model_dir: Path) -> TensorSource:
     return module_source(loaded(model_dir))
 
 
+async def failed(syncing: Awaitable[Any]) -> SyncReport:
+    """The report of a sync that fails."""
+    with pytest.raises(errors.SyncFailed) as caught:
+        await syncing
+    report = caught.value.report
+    assert isinstance(report, SyncReport)
+    return report
+
+
+async def offered(source: WeightSource, version: Version, bucket: int = 4096) -> Transfer:
+    """The receiver's end of a naive transfer, for engines driven without a manager."""
+    manifest = Manifest(version, source.specs(), FULL, bucket, KIND)
+    offer = await NaiveTransport().offer(source, manifest)
+    return await open_transfer(offer.tickets[0])
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for it, for ten seconds."""
+    for _ in range(5000):
+        if true():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it did not happen within ten seconds")
+
+
+MEMORY_VERBS = {"release", "resume", "release_kv_cache", "resume_kv_cache", "sleep", "wake_up"}
+
+
+class Recording(LocalHandle):
+    """A handle that writes down which verbs were called, with their tags."""
+
+    def __init__(self, replica: Replica, log: list[str]) -> None:
+        super().__init__(replica)
+        self._log = log
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name in MEMORY_VERBS | {"update_weights", "pause_generation", "resume_generation"}:
+            log = super().__getattribute__("_log")
+
+            def called(*args: Any, **kw: Any) -> Any:
+                tags = args[0] if args and isinstance(args[0], list) else []
+                log.append(" ".join([name, *(t.value for t in tags)]))
+                return found(*args, **kw)
+
+            return called
+        return found
+
+
+class Slow:
+    """A source that waits before its fourth tensor until it is told to go on; ``touched``: it waits."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.go, self.touched = inner, threading.Event(), threading.Event()
+
+    def specs(self) -> Any:
+        return self.inner.specs()
+
+    def tensors(self) -> Iterator[Any]:
+        for number, tensor in enumerate(self.inner.tensors()):
+            if number == 3:
+                self.touched.set()
+                self.go.wait(20)
+            yield tensor
+
+
 class Frozen:
     """Greedy requests of ``length`` tokens on a replica of the reference engine, to be frozen.
 
@@ -251,6 +328,13 @@ async def crew(zygotes: None) -> AsyncIterator[Any]:
     await made.close()
 
 
+@pytest.fixture
+def pool() -> Iterator[HostPool]:
+    made = HostPool()
+    yield made
+    made.close()
+
+
 class Kit:
     """The helpers above, for test modules: pytest's importlib mode has no sibling imports."""
 
@@ -262,6 +346,12 @@ class Kit:
     loaded = staticmethod(loaded)
     source = staticmethod(source)
     frozen = Frozen
+    failed = staticmethod(failed)
+    offered = staticmethod(offered)
+    until = staticmethod(until)
+    recording = Recording
+    slow = Slow
+    MEMORY_VERBS = frozenset(MEMORY_VERBS)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,6 @@ from hotbunk.checkpoint_engine.policy import (
 )
 from hotbunk.checkpoint_engine.source import state_dict_source
 from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
-from hotbunk.rollout import errors
 from hotbunk.rollout.contract import (
     PauseMode,
     Version,
@@ -34,14 +33,6 @@ PROMPT = [5, 6, 7, 8]
 def manage(*replicas: Replica, **options: Any) -> CheckpointEngineManager:
     options.setdefault("policy", SMALL)
     return CheckpointEngineManager([LocalHandle(r) for r in replicas], NaiveTransport(), **options)
-
-
-async def failed(syncing: Any) -> SyncReport:
-    with pytest.raises(errors.SyncFailed) as caught:
-        await syncing
-    report = caught.value.report
-    assert isinstance(report, SyncReport)
-    return report
 
 
 def only(report: SyncReport) -> ReplicaOutcome:
@@ -166,7 +157,7 @@ async def test_two_contents_for_one_tied_tensor_are_a_mismatch_g18(
     values[HEAD] = values[EMBED].clone()
     values[HEAD].view(-1)[-1] += 1e-3
     policy = SyncPolicy(bucket_bytes=10_000, verify=verify)
-    report = await failed(
+    report = await kit.failed(
         manage(target, policy=policy).update_weights(state_dict_source(values), Version(0, 1))
     )
     assert (only(report).outcome, only(report).error_type) == (Outcome.POISONED, "TiedMismatch")
@@ -238,7 +229,7 @@ async def test_one_of_three_fails_and_the_others_commit_n6_b20(
     two = tiny(seed=1)
     odd = await replica(tiny("qwen2"), name="odd")  # has biases that nobody sends
     targets = [await replica(tiny(seed=0), name="a"), odd, await replica(tiny(seed=0), name="c")]
-    report = await failed(manage(*targets).update_weights(kit.source(two), Version(0, 1)))
+    report = await kit.failed(manage(*targets).update_weights(kit.source(two), Version(0, 1)))
     assert [(o.replica, o.outcome) for o in report.outcomes] == [
         ("a", Outcome.COMMITTED),
         ("odd", Outcome.ROLLED_BACK),
@@ -262,7 +253,7 @@ async def test_a_handle_that_raises_anything_at_all_is_one_replicas_outcome(
 
     one, other = await replica(tiny(seed=0), name="one"), await replica(tiny(seed=0), name="two")
     manager = CheckpointEngineManager([Unreachable(one), LocalHandle(other)], NaiveTransport())
-    report = await failed(manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1)))
+    report = await kit.failed(manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1)))
     assert [o.outcome for o in report.outcomes] == [Outcome.ROLLED_BACK, Outcome.COMMITTED]
     assert "peer went away" in report.outcomes[0].error
     assert not (await one.status()).is_paused
@@ -273,7 +264,7 @@ async def test_a_dead_replica_is_lost_and_the_others_commit(
 ) -> None:
     dead, alive = await replica(tiny(seed=0), name="dead"), await replica(tiny(seed=0), name="ok")
     await dead.backend.close()
-    report = await failed(
+    report = await kit.failed(
         manage(dead, alive).update_weights(kit.source(tiny(seed=1)), Version(0, 1))
     )
     assert [o.outcome for o in report.outcomes] == [Outcome.LOST, Outcome.COMMITTED]

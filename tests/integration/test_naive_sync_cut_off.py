@@ -13,7 +13,6 @@ from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import (
     Outcome,
     SyncPolicy,
-    SyncReport,
 )
 from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
 from hotbunk.rollout import errors
@@ -23,66 +22,11 @@ from hotbunk.rollout.contract import (
 )
 from hotbunk.rollout.handle import LocalHandle
 from hotbunk.rollout.memory import HostPool
-from hotbunk.rollout.replica import Replica
 from hotbunk.rollout.status import Health
 
 pytestmark = pytest.mark.anyio
 PROMPT = [5, 6, 7, 8]
 BUCKET = 65_536
-MEMORY_VERBS = {"release", "resume", "release_kv_cache", "resume_kv_cache", "sleep", "wake_up"}
-
-
-class Recording(LocalHandle):
-    """A handle that writes down which verbs were called, with their tags."""
-
-    def __init__(self, replica: Replica, log: list[str]) -> None:
-        super().__init__(replica)
-        self._log = log
-
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name in MEMORY_VERBS | {"update_weights", "pause_generation", "resume_generation"}:
-            log = super().__getattribute__("_log")
-
-            def called(*args: Any, **kw: Any) -> Any:
-                tags = args[0] if args and isinstance(args[0], list) else []
-                log.append(" ".join([name, *(t.value for t in tags)]))
-                return found(*args, **kw)
-
-            return called
-        return found
-
-
-class Slow:
-    """A source that waits before each tensor until it is told to go on; ``touched`` says it waits."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.go, self.touched = inner, threading.Event(), threading.Event()
-
-    def specs(self) -> Any:
-        return self.inner.specs()
-
-    def tensors(self) -> Iterator[Any]:
-        for number, tensor in enumerate(self.inner.tensors()):
-            if number == 3:
-                self.touched.set()
-                self.go.wait(20)
-            yield tensor
-
-
-async def failed(syncing: Any) -> SyncReport:
-    with pytest.raises(errors.SyncFailed) as caught:
-        await syncing
-    report = caught.value.report
-    assert isinstance(report, SyncReport)
-    return report
-
-
-@pytest.fixture
-def pool() -> Iterator[HostPool]:
-    made = HostPool()
-    yield made
-    made.close()
 
 
 # -- fences -----------------------------------------------------------------------------------
@@ -102,7 +46,7 @@ async def test_kv_that_does_not_fit_afterwards_fences_a_committed_replica(
         return await original(tags)
 
     target.backend.resume = full
-    report = await failed(manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1)))
+    report = await kit.failed(manager.update_weights(kit.source(tiny(seed=1)), Version(0, 1)))
     outcome = report.outcomes[0]
     assert (outcome.outcome, outcome.error_type) == (Outcome.FENCED, "ResumeOutOfMemory")
     assert outcome.version == Version(0, 1)
@@ -124,7 +68,7 @@ async def test_a_trainer_that_does_not_let_go_fences_and_kv_stays_unmapped(
     tiny: Any, kit: Any, replica: Any, error: Exception, asleep: bool
 ) -> None:
     target, log = await replica(tiny(seed=0)), list[str]()
-    manager = CheckpointEngineManager([Recording(target, log)], NaiveTransport())
+    manager = CheckpointEngineManager([kit.recording(target, log)], NaiveTransport())
     if asleep:
         await manager.sleep_replicas()
 
@@ -132,7 +76,7 @@ async def test_a_trainer_that_does_not_let_go_fences_and_kv_stays_unmapped(
         raise error
 
     source = kit.source(tiny(seed=1))
-    report = await failed(manager.update_weights(source, Version(0, 1), let_go=let_go))
+    report = await kit.failed(manager.update_weights(source, Version(0, 1), let_go=let_go))
     outcome = report.outcomes[0]
     assert outcome.outcome is Outcome.FENCED
     assert "the trainer did not let go" in outcome.error
@@ -156,8 +100,8 @@ async def test_a_fence_of_an_earlier_sync_ends_with_the_next_one_although_it_sle
         raise errors.HostOutOfMemory(5, 3)
 
     source = kit.source(tiny(seed=1))
-    await failed(manager.update_weights(source, Version(0, 1), let_go=let_go))
-    await failed(manager.update_weights(kit.source(tiny("qwen3")), Version(0, 2)))
+    await kit.failed(manager.update_weights(source, Version(0, 1), let_go=let_go))
+    await kit.failed(manager.update_weights(kit.source(tiny("qwen3")), Version(0, 2)))
     assert (await target.status()).is_paused, "a refused sync does not lift the fence of another"
     await manager.sleep_replicas()
     await manager.update_weights(source, Version(0, 2))
@@ -171,7 +115,7 @@ async def test_a_fence_of_an_earlier_sync_ends_with_the_next_one_although_it_sle
 async def test_cancelled_in_the_middle_leaves_a_poisoned_replica_and_no_bucket(
     tiny: Any, kit: Any, replica: Any, pool: HostPool, asleep: bool
 ) -> None:
-    target, source = await replica(tiny(seed=0)), Slow(kit.source(tiny(seed=1)))
+    target, source = await replica(tiny(seed=0)), kit.slow(kit.source(tiny(seed=1)))
     manager = CheckpointEngineManager(
         [LocalHandle(target)], NaiveTransport(pool), policy=SyncPolicy(bucket_bytes=4096)
     )
@@ -267,7 +211,7 @@ async def test_cancelled_after_the_commit_keeps_the_version_and_maps_no_kv(
     tiny: Any, kit: Any, replica: Any, asleep: bool
 ) -> None:
     target, log = await replica(tiny(seed=0)), list[str]()
-    manager = CheckpointEngineManager([Recording(target, log)], NaiveTransport())
+    manager = CheckpointEngineManager([kit.recording(target, log)], NaiveTransport())
     if asleep:
         await manager.sleep_replicas()
     letting = asyncio.Event()
@@ -295,10 +239,10 @@ async def test_cancelled_after_the_commit_keeps_the_version_and_maps_no_kv(
 async def test_a_source_slower_than_the_deadline_poisons_and_the_bucket_goes_back(
     tiny: Any, kit: Any, replica: Any, pool: HostPool
 ) -> None:
-    target, source = await replica(tiny(seed=0)), Slow(kit.source(tiny(seed=1)))
+    target, source = await replica(tiny(seed=0)), kit.slow(kit.source(tiny(seed=1)))
     policy = SyncPolicy(bucket_bytes=4096, deadline=0.2)
     manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport(pool), policy=policy)
-    sync = asyncio.ensure_future(failed(manager.update_weights(source, Version(0, 1))))
+    sync = asyncio.ensure_future(kit.failed(manager.update_weights(source, Version(0, 1))))
     await asyncio.to_thread(source.touched.wait, 10)
     await asyncio.sleep(0.4)
     source.go.set()
@@ -314,7 +258,7 @@ async def test_buckets_are_given_back_after_success_refusal_and_failure(
     target = await replica(tiny(seed=0))
     manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport(pool))
 
-    class Breaking(Slow):
+    class Breaking(kit.slow):  # type: ignore[misc]
         def tensors(self) -> Iterator[Any]:
             yield from list(self.inner.tensors())[:2]
             raise RuntimeError("broke")
@@ -322,9 +266,9 @@ async def test_buckets_are_given_back_after_success_refusal_and_failure(
     good = kit.source(tiny(seed=1))
     await manager.update_weights(good, Version(0, 1))
     assert not pool.arenas()
-    await failed(manager.update_weights(kit.source(tiny("qwen3")), Version(0, 2)))
+    await kit.failed(manager.update_weights(kit.source(tiny("qwen3")), Version(0, 2)))
     assert not pool.arenas()
-    await failed(
+    await kit.failed(
         manager.update_weights(Breaking(good), Version(0, 2), policy=SyncPolicy(bucket_bytes=512))
     )
     assert not pool.arenas()

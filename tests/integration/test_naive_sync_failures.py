@@ -19,7 +19,6 @@ from hotbunk.checkpoint_engine.policy import (
 )
 from hotbunk.checkpoint_engine.source import state_dict_source
 from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
-from hotbunk.rollout import errors
 from hotbunk.rollout.contract import (
     FinishReason,
     PauseMode,
@@ -40,14 +39,6 @@ PROMPT = [5, 6, 7, 8]
 def manage(*replicas: Replica, **options: Any) -> CheckpointEngineManager:
     options.setdefault("policy", SMALL)
     return CheckpointEngineManager([LocalHandle(r) for r in replicas], NaiveTransport(), **options)
-
-
-async def failed(syncing: Any) -> SyncReport:
-    with pytest.raises(errors.SyncFailed) as caught:
-        await syncing
-    report = caught.value.report
-    assert isinstance(report, SyncReport)
-    return report
 
 
 def only(report: SyncReport) -> ReplicaOutcome:
@@ -163,7 +154,7 @@ async def test_refused_updates_roll_back_to_exactly_what_was(
         policy = SyncPolicy(bucket_bytes=8)
     await prepared(target, state)
     before = await state_of(target)
-    report = await failed(manage(target).update_weights(source, Version(0, 3), policy=policy))
+    report = await kit.failed(manage(target).update_weights(source, Version(0, 3), policy=policy))
     assert (only(report).outcome, only(report).error_type) == (Outcome.ROLLED_BACK, error)
     assert only(report).version == before["versions"].get("target")
     assert await state_of(target) == before
@@ -183,7 +174,7 @@ async def test_a_pause_that_does_not_come_to_its_end_is_undone(
     stream = target.generate(kit.request(PROMPT, 2000, name="long"))
     await kit.first_tokens(stream, 1)
     policy = SyncPolicy(pause=PauseMode.WAIT)
-    report = await failed(
+    report = await kit.failed(
         manage(target, policy=policy).update_weights(kit.source(tiny(seed=1)), Version(0, 1))
     )
     assert (only(report).outcome, only(report).error_type) == (
@@ -202,11 +193,11 @@ async def test_lower_versions_are_refused_and_a_new_incarnation_is_not_v11_v16(
     manager = manage(target)
     await manager.update_weights(source, Version(0, 5))
     assert await manager.newest_version() == Version(0, 5)
-    report = await failed(manager.update_weights(source, Version(0, 4)))
+    report = await kit.failed(manager.update_weights(source, Version(0, 4)))
     assert only(report).error_type == "VersionRegression"
     assert (await target.status()).versions == {"target": Version(0, 5)}
     await target.sleep(2)  # an emptied engine remembers, too
-    report = await failed(manager.update_weights(source, Version(0, 4)))
+    report = await kit.failed(manager.update_weights(source, Version(0, 4)))
     assert only(report).error_type == "VersionRegression"
     await manager.update_weights(source, Version(1, 2))
     assert (await target.status()).versions == {"target": Version(1, 2)}
@@ -217,7 +208,7 @@ async def test_retention_of_a_rolled_back_sleeper_is_the_one_it_had(
 ) -> None:
     target, model = await replica(tiny(seed=0)), tiny(seed=0)
     await target.sleep(1)
-    await failed(manage(target).update_weights(Breaking(kit.source(model), 0), Version(0, 1)))
+    await kit.failed(manage(target).update_weights(Breaking(kit.source(model), 0), Version(0, 1)))
     assert (await target.status()).groups == {"target": "BACKED_UP(0.0)"}
     assert (await target.release(retention=Retention.BACKUP)).resident() == 0
     await target.wake_up()
@@ -241,7 +232,7 @@ async def test_a_failure_after_a_byte_poisons_and_a_full_resend_heals_n7(
         await asyncio.sleep(0.01)
         assert len((await target.status()).held) == 3
     source = Breaking(kit.source(two), 5)
-    report = await failed(manager.update_weights(source, Version(0, 1)))
+    report = await kit.failed(manager.update_weights(source, Version(0, 1)))
     assert (only(report).outcome, only(report).error_type) == (Outcome.POISONED, "EngineFailed")
     status = await target.status()
     assert status.health is Health.POISONED
@@ -276,6 +267,8 @@ async def test_one_flipped_bit_is_caught_u1(
         return bucket
 
     monkeypatch.setattr(Packer, "next", flipping)
-    report = await failed(manage(target).update_weights(kit.source(tiny(seed=1)), Version(0, 1)))
+    report = await kit.failed(
+        manage(target).update_weights(kit.source(tiny(seed=1)), Version(0, 1))
+    )
     assert (only(report).outcome, only(report).error_type) == (Outcome.POISONED, "VerifyFailed")
     assert "model." in only(report).error or "lm_head" in only(report).error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,6 @@ from hotbunk.checkpoint_engine.policy import (
     Outcome,
     ReleaseKV,
     SyncPolicy,
-    SyncReport,
 )
 from hotbunk.checkpoint_engine.source import module_source
 from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
@@ -30,67 +28,12 @@ from hotbunk.rollout.contract import (
 )
 from hotbunk.rollout.handle import LocalHandle
 from hotbunk.rollout.memory import HostPool
-from hotbunk.rollout.replica import Replica
 from hotbunk.trainer_hooks.recipes.models import build_tiny, load_model
 from hotbunk.trainer_hooks.share import PooledTrainer
 
 pytestmark = pytest.mark.anyio
 PROMPT = [5, 6, 7, 8]
 BUCKET = 65_536
-MEMORY_VERBS = {"release", "resume", "release_kv_cache", "resume_kv_cache", "sleep", "wake_up"}
-
-
-class Recording(LocalHandle):
-    """A handle that writes down which verbs were called, with their tags."""
-
-    def __init__(self, replica: Replica, log: list[str]) -> None:
-        super().__init__(replica)
-        self._log = log
-
-    def __getattribute__(self, name: str) -> Any:
-        found = super().__getattribute__(name)
-        if name in MEMORY_VERBS | {"update_weights", "pause_generation", "resume_generation"}:
-            log = super().__getattribute__("_log")
-
-            def called(*args: Any, **kw: Any) -> Any:
-                tags = args[0] if args and isinstance(args[0], list) else []
-                log.append(" ".join([name, *(t.value for t in tags)]))
-                return found(*args, **kw)
-
-            return called
-        return found
-
-
-class Slow:
-    """A source that waits before each tensor until it is told to go on; ``touched`` says it waits."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.go, self.touched = inner, threading.Event(), threading.Event()
-
-    def specs(self) -> Any:
-        return self.inner.specs()
-
-    def tensors(self) -> Iterator[Any]:
-        for number, tensor in enumerate(self.inner.tensors()):
-            if number == 3:
-                self.touched.set()
-                self.go.wait(20)
-            yield tensor
-
-
-async def failed(syncing: Any) -> SyncReport:
-    with pytest.raises(errors.SyncFailed) as caught:
-        await syncing
-    report = caught.value.report
-    assert isinstance(report, SyncReport)
-    return report
-
-
-@pytest.fixture
-def pool() -> Iterator[HostPool]:
-    made = HostPool()
-    yield made
-    made.close()
 
 
 # -- who holds what, when ---------------------------------------------------------------------
@@ -129,7 +72,7 @@ async def test_peak_is_trainer_weights_and_one_bucket_and_no_kv_m1_m2(
 
     log: list[str] = []
     manager = CheckpointEngineManager(
-        [Recording(target, log)],
+        [kit.recording(target, log)],
         NaiveTransport(pool, sample),
         policy=SyncPolicy(bucket_bytes=BUCKET),
     )
@@ -174,7 +117,7 @@ async def test_kv_of_an_awake_engine_is_released_only_where_the_policy_says_alwa
 
     policy = SyncPolicy(bucket_bytes=BUCKET, release_kv=offload_kv)
     manager = CheckpointEngineManager(
-        [Recording(target, log)],
+        [kit.recording(target, log)],
         NaiveTransport(pool, sample),
         deployment=Deployment.STANDALONE,
         policy=policy,
@@ -205,7 +148,7 @@ async def test_kv_that_a_fenced_sync_left_released_comes_back_with_the_next_one(
 
     target.backend.resume = full
     source, always = kit.source(tiny(seed=1)), SyncPolicy(release_kv=ReleaseKV.ALWAYS)
-    report = await failed(manager.update_weights(source, Version(0, 1), policy=always))
+    report = await kit.failed(manager.update_weights(source, Version(0, 1), policy=always))
     assert report.outcomes[0].outcome is Outcome.FENCED
     assert (await target.status()).is_paused
     target.backend.resume = original
@@ -219,7 +162,7 @@ async def test_kv_released_around_a_refused_sync_comes_back(
     target = await replica(tiny(seed=0))
     policy = SyncPolicy(release_kv=ReleaseKV.ALWAYS)
     manager = CheckpointEngineManager([LocalHandle(target)], NaiveTransport(), policy=policy)
-    report = await failed(manager.update_weights(kit.source(tiny("qwen3")), Version(0, 1)))
+    report = await kit.failed(manager.update_weights(kit.source(tiny("qwen3")), Version(0, 1)))
     assert report.outcomes[0].outcome is Outcome.ROLLED_BACK
     assert list((await kit.complete(target, PROMPT)).token_ids) == kit.golden(tiny(seed=0), PROMPT)
 
@@ -231,7 +174,7 @@ async def test_free_cache_engine_off_means_no_release_and_no_resume_f1(
     log: list[str] = []
     target = await replica(tiny(seed=0))
     manager = CheckpointEngineManager(
-        [Recording(target, log)],
+        [kit.recording(target, log)],
         NaiveTransport(),
         deployment=deployment,
         free_cache_engine=False,
@@ -267,7 +210,7 @@ async def test_standalone_sleep_does_nothing_and_says_so(tiny: Any, kit: Any, re
     log: list[str] = []
     target = await replica(tiny(seed=0))
     manager = CheckpointEngineManager(
-        [Recording(target, log)], NaiveTransport(), deployment=Deployment.STANDALONE
+        [kit.recording(target, log)], NaiveTransport(), deployment=Deployment.STANDALONE
     )
     assert "standalone" in (await manager.sleep_replicas())[target.name].emulated
     await manager.wake_replicas()

@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from hotbunk.checkpoint_engine.source import WeightSource
-from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import (
-    FULL,
-    Manifest,
     Retention,
-    Transfer,
     Version,
     collect,
 )
-from hotbunk.rollout.fingerprint import KIND
-from hotbunk.rollout.registry import open_transfer
 from hotbunk.rollout.replica import Health
 
 pytestmark = pytest.mark.anyio
-
-
-async def offered(source: WeightSource, version: Version, bucket: int = 4096) -> Transfer:
-    """The receiver's end of a naive transfer, for engines driven without a manager."""
-    manifest = Manifest(version, source.specs(), FULL, bucket, KIND)
-    offer = await NaiveTransport().offer(source, manifest)
-    return await open_transfer(offer.tickets[0])
-
-
-async def until(true: Callable[[], bool]) -> None:
-    for _ in range(5000):
-        if true():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it did not happen within ten seconds")
 
 
 # -- never a token from weights without content, whoever asks ---------------------------------
@@ -95,7 +72,7 @@ async def test_a_request_sent_to_a_paused_engine_is_told_what_is_missing_when_it
     backend = await engine(tiny())
     await backend.pause_generation()
     waiting = asyncio.ensure_future(kit.complete(backend, [1, 2, 3]))
-    await until(lambda: bool(backend._scheduler.arrived))
+    await kit.until(lambda: bool(backend._scheduler.arrived))
     await backend.release(retention=Retention.DISCARD)
     await backend.resume()
     await backend.resume_generation()
@@ -118,14 +95,14 @@ async def test_the_engine_refuses_half_written_weights(tiny: Any, kit: Any, engi
             raise RuntimeError("the trainer's gather broke")
 
     await backend.pause_generation()
-    transfer = await offered(Breaks(), Version(0, 1))
+    transfer = await kit.offered(Breaks(), Version(0, 1))
     with pytest.raises(RuntimeError, match="gather broke"):
         await backend.update_weights(transfer, version=Version(0, 1))
     await backend.resume_generation()
     with pytest.raises(errors.WeightsPoisoned):
         await kit.complete(backend, [1, 2, 3])
     await backend.pause_generation()
-    good = await offered(kit.source(model), Version(0, 2))
+    good = await kit.offered(kit.source(model), Version(0, 2))
     await backend.update_weights(good, version=Version(0, 2))
     await backend.resume_generation()
     assert list((await kit.complete(backend, [1, 2, 3])).token_ids) == kit.golden(model, [1, 2, 3])
@@ -145,7 +122,7 @@ async def test_a_transfer_that_breaks_before_its_first_byte_changes_nothing(
             raise RuntimeError("the trainer's gather broke")
             yield
 
-    transfer = await offered(BreaksAtOnce(), Version(0, 1))
+    transfer = await kit.offered(BreaksAtOnce(), Version(0, 1))
     with pytest.raises(errors.EngineFailed, match="gather broke"):
         await target.update_weights(transfer, version=Version(0, 1))
     assert target.health is Health.OK
@@ -163,7 +140,7 @@ async def test_memory_verbs_need_the_engine_to_stand_still_k1(
         with pytest.raises(errors.RequestsInFlight) as caught:
             await verb()
         assert caught.value.ids == ("busy",)
-    transfer = await offered(kit.source(model), Version(0, 1))
+    transfer = await kit.offered(kit.source(model), Version(0, 1))
     with pytest.raises(errors.RequestsInFlight):
         await backend.update_weights(transfer, version=Version(0, 1))
     done = await collect(stream)

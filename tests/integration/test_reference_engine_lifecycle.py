@@ -6,44 +6,21 @@ import asyncio
 import resource
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from hotbunk.checkpoint_engine.source import WeightSource
-from hotbunk.checkpoint_engine.transports.naive import NaiveTransport
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import (
-    FULL,
     FinishReason,
-    Manifest,
     PauseMode,
     Tag,
-    Transfer,
-    Version,
     collect,
 )
-from hotbunk.rollout.fingerprint import KIND
-from hotbunk.rollout.registry import create_backend, open_transfer
+from hotbunk.rollout.registry import create_backend
 from hotbunk.rollout.replica import Health
 
 pytestmark = pytest.mark.anyio
-
-
-async def offered(source: WeightSource, version: Version, bucket: int = 4096) -> Transfer:
-    """The receiver's end of a naive transfer, for engines driven without a manager."""
-    manifest = Manifest(version, source.specs(), FULL, bucket, KIND)
-    offer = await NaiveTransport().offer(source, manifest)
-    return await open_transfer(offer.tickets[0])
-
-
-async def until(true: Callable[[], bool]) -> None:
-    for _ in range(5000):
-        if true():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it did not happen within ten seconds")
 
 
 # -- requests ---------------------------------------------------------------------------------
@@ -152,7 +129,7 @@ async def test_a_waiting_pause_that_is_overtaken_by_keep_freezes_the_rest(
     stream = backend.generate(kit.request([1, 2, 3], 150, name="long"))
     begun = await kit.first_tokens(stream, 1)
     waiting = asyncio.ensure_future(backend.pause_generation(PauseMode.WAIT))
-    await until(lambda: bool(backend._pending))
+    await kit.until(lambda: bool(backend._pending))
     report = await backend.pause_generation(PauseMode.KEEP)
     assert report.frozen == ("long",)
     assert (await waiting).frozen == ("long",)
@@ -244,7 +221,7 @@ async def test_close_is_idempotent_and_ends_everything(tiny: Any, kit: Any) -> N
     stream = backend.generate(kit.request([1, 2, 3], 250))
     await kit.first_tokens(stream, 1)
     held = asyncio.ensure_future(backend.pause_generation(PauseMode.WAIT))
-    await until(lambda: bool(backend._pending))
+    await kit.until(lambda: bool(backend._pending))
     await asyncio.gather(backend.close(), backend.close())
     await backend.close()
     with pytest.raises(errors.ReplicaLost):

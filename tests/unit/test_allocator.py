@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,14 +145,18 @@ def test_the_cache_is_emptied_once_after_each_release_that_gave_memory_back_m11(
     pool.close()
 
 
-def test_which_cache_a_device_has_m11(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cuda:1", "npu:0"])
+def test_which_cache_a_device_has_m11(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an NPU is, torch_npu puts ``torch.npu`` beside ``torch.cuda``."""
     emptied: list[str] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("cuda"))
+    for kind in ("cuda", "npu"):
+        its = SimpleNamespace(empty_cache=partial(emptied.append, kind))
+        monkeypatch.setattr(torch, kind, its, raising=False)
     assert allocator.empty_cache("cpu") is None
-    hook = allocator.empty_cache("cuda:1")
+    hook = allocator.empty_cache(device)
     assert hook is not None
     hook()
-    assert emptied == ["cuda"]
+    assert emptied == [device.split(":", maxsplit=1)[0]]
 
 
 @needs_native

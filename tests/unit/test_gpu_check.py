@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -20,17 +20,20 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 
 
-@pytest.fixture
-def checks(fake_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The pool's checks, in sizes of the fake device (256 MiB), without torch's share."""
-    monkeypatch.setenv("HOTBUNK_CUDA_LIBRARY", str(fake_cuda))
-    spec = importlib.util.spec_from_file_location(
-        "gpu_check_pool", ROOT / "scripts/gpu_check_pool.py"
-    )
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def checks(fake_cuda: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The pool's checks, in sizes of the fake device (256 MiB), without torch's share."""
+    monkeypatch.setenv("HOTBUNK_CUDA_LIBRARY", str(fake_cuda))
+    module = script("gpu_check_pool")
     monkeypatch.setattr(module, "torch_too", False)
     monkeypatch.setattr(module, "nbytes", 64 * MIB)
     monkeypatch.setattr(module, "cycles", 20)
@@ -84,6 +87,31 @@ print(checks.engine_sleeps_and_wakes())
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 6
+
+
+def test_kernels_that_nobody_built_are_no_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine without nvcc: the rest is checked, and the table says what was not."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    whole = script("gpu_check")
+    built = native.load()
+    monkeypatch.setattr(
+        whole.native,
+        "load",
+        lambda: SimpleNamespace(path=tmp_path / "lib.so", kernels=built.kernels),
+    )
+    monkeypatch.setattr(whole, "CHECKS", [("pool", lambda: "fine")])
+    monkeypatch.setattr(whole, "IPC", [])
+    monkeypatch.setattr(whole.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(whole.torch.cuda, "get_device_name", lambda _: "simulated")
+    assert whole.main() == 0
+    assert [row[:2] for row in whole.rows] == [("kernels load", "skipped"), ("pool", "ok")]
+    assert "no nvcc" in capsys.readouterr().out
+    (tmp_path / "kernels.fatbin").touch()  # there are some, and they do not load on no GPU
+    whole.rows.clear()
+    assert whole.main() == 1
+    assert whole.rows[0][1] == "FAILED"
 
 
 def test_a_machine_without_a_gpu_is_told_so(tmp_path: Path) -> None:

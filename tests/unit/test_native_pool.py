@@ -189,6 +189,14 @@ def test_200_cycles_on_the_host_leave_rss_and_maps_flat_m9_m16(tmp_path: Path, s
 # -- memory that is short ---------------------------------------------------------------------
 
 
+def test_a_host_that_is_short_makes_no_arena() -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    pool = NativePool("host", backup_dir=None)
+    with pytest.raises(MemoryFault, match="bytes of host memory"):
+        pool.arena("weights", 2 * total)
+    pool.close()
+
+
 def test_a_device_that_is_full_says_what_it_needs_and_has(tmp_path: Path) -> None:
     pool = NativePool(f"fake:{2 * MIB}", backup_dir=tmp_path)
     arena = pool.arena("weights", 3 * MIB // 2)
@@ -207,12 +215,7 @@ def test_a_device_that_is_full_says_what_it_needs_and_has(tmp_path: Path) -> Non
 
 
 def test_a_host_without_room_for_a_backup_releases_nothing(tmp_path: Path) -> None:
-    """A backup in the host's memory that cannot be there is refused, not tried out."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    pool = NativePool("host", backup_dir=None)
-    with pytest.raises(MemoryFault, match="bytes of host memory"):
-        pool.arena("weights", 2 * total)
-    pool.close()
+    """As where the host's memory is short: csrc/tests/ asks that of the store itself."""
     missing = NativePool("fake", backup_dir=tmp_path / "missing")
     arena = filled(missing)
     with pytest.raises(HostOutOfMemory) as caught:

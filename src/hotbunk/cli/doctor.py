@@ -112,7 +112,10 @@ def _host_drivers() -> list[Finding]:
 def _settings() -> list[Finding]:
     """What is set around us and gets in the way."""
     variable = allocator.preflight()
-    why = f"{variable} turns them on; turned off where torch allocates from an engine's pool"
+    why = (
+        f"{variable} turns them on; memory of hotbunk's pools does not mind, but an engine that "
+        "sleeps through torch's own allocator may not start: unset it then"
+    )
     return [Finding("setting", "expandable segments", True, why if variable else "not asked for")]
 
 
