@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow  # a Ray of its own
 def pair() -> Iterator[_Pair]:
     torch.manual_seed(3)
     shapes = [(64, 32), (32,), (5, 7), (128, 128)]
-    with _Pair({f"t{n}": torch.randn(s, dtype=torch.bfloat16) for n, s in enumerate(shapes)}, 1) as it:
+    with _Pair(
+        {f"t{n}": torch.randn(s, dtype=torch.bfloat16) for n, s in enumerate(shapes)}, 1
+    ) as it:
         yield it
 
 
