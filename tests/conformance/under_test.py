@@ -189,3 +189,10 @@ class BackendUnderTest(ABC):
     ) -> list[int]:
         """As :meth:`golden`, with the adapter on."""
         raise NotImplementedError
+
+    def delta(self, base: int, version: int) -> Tensors:
+        """What makes the weights of ``version`` of those of ``base``, in the engine's own form.
+
+        Asked for only where ``capabilities.delta`` says yes.
+        """
+        raise NotImplementedError

@@ -48,12 +48,20 @@ async def test_case(one: Case) -> None:
         {"gate": "engine_pause"},
         {"fed": ["target"]},
         {"step_time": 0.0},
+        {"deltas": True},
     ],
     ids=str,
 )
 def test_other_oracles(options: dict[str, Any]) -> None:
     failed = [r for r in run(OracleUnderTest(**options)) if r.status not in PASSED]
     assert not failed
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("deltas, status", [(True, Status.PASS), (False, Status.UNSUPPORTED)])
+async def test_deltas_from_both_sides(deltas: bool, status: Status) -> None:
+    result = await run_case(REGISTRY["deltas"], OracleUnderTest(deltas=deltas))
+    assert result.status is status, result.detail
 
 
 @pytest.mark.parametrize("lacking", ABILITIES)

@@ -12,7 +12,7 @@ from hotbunk.rollout.backends.oracle.model import DRAFT, ENCODER, GROUPS, Weight
 from hotbunk.rollout.backends.oracle.options import Options, capabilities
 from hotbunk.rollout.backends.oracle.scheduler import Forward, Scheduler, stop
 from hotbunk.rollout.backends.oracle.tokens import encoder_bits, weights_bits
-from hotbunk.rollout.backends.oracle.update import Writer, check_manifest
+from hotbunk.rollout.backends.oracle.update import DeltaWriter, Writer, check_manifest
 from hotbunk.rollout.contract import (
     ADAPTER_PREFIX,
     FULL,
@@ -152,8 +152,8 @@ class OracleEngine(Engine):
             if not group.mapped:
                 raise WeightsNotResident(group.name, "released")
         await self.faults.reach("update/accept")
+        writer = (DeltaWriter if scope.kind is ScopeKind.DELTA else Writer)(manifest, groups)
         await transfer.accept(None)
-        writer = Writer(manifest, groups)
         async for bucket in transfer.buckets():
             if writer.intake.buckets == 0:  # until then, a sender that fails has changed nothing
                 self._begin(touched)
@@ -183,7 +183,7 @@ class OracleEngine(Engine):
             applied=applied,
             nbytes=writer.intake.nbytes,
             buckets=writer.intake.buckets,
-            verified="applied" if manifest.fingerprint == KIND else "none",
+            verified=writer.verified if manifest.fingerprint == KIND else "none",
         )
 
     def _begin(self, touched: Collection[WeightGroup]) -> None:

@@ -45,7 +45,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``loaded``: start with content of version 0.0, else EMPTY. ``fed``: weight groups that an
     update may and a full one must carry. ``unsupported``: names from :data:`ABILITIES` that this
-    engine shall lack. ``gate``: ``proxy`` makes tokens from whatever memory holds, so a broken
+    engine shall lack. ``deltas``: it takes updates that say which bits of the base change. ``gate``: ``proxy`` makes tokens from whatever memory holds, so a broken
     rule shows; ``in_engine`` refuses by itself.
     """
 
@@ -58,6 +58,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fed: tuple[str, ...] = GROUPS
     unsupported: tuple[str, ...] = ()
     gate: Gate = Gate.PROXY
+    deltas: bool = False
     release_deadline: float = 5.0
 
     @property
@@ -106,6 +107,7 @@ def capabilities(options: Options) -> Capabilities:
         digest=ability("digest"),
         partial=ability("partial"),
         adapter=ability("adapter"),
+        delta=NATIVE if options.deltas else unsupported("the option 'deltas' is off"),
         caches=frozenset({Cache.PREFIX, Cache.ENCODER}),
         samples=unsupported("one response a request"),
         stop_strings=unsupported("its tokens are no text"),

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import ClassVar
 
 from hotbunk.rollout.backends.oracle.model import WeightGroup
-from hotbunk.rollout.contract import ADAPTER_PREFIX, Bucket, Manifest, Placement, ScopeKind
+from hotbunk.rollout.contract import (
+    ADAPTER_PREFIX,
+    Bucket,
+    Manifest,
+    Placement,
+    ScopeKind,
+    TensorSpec,
+)
 from hotbunk.rollout.errors import (
     TiedMismatch,
     TransferFailed,
@@ -55,7 +63,12 @@ def check_manifest(
 
 
 class Writer:
-    """Writes the pieces of one update into groups; nothing of a bucket is kept."""
+    """Writes the pieces of one update into groups; nothing of a bucket is kept.
+
+    ``verified``: what a comparison with fingerprints says, as reports have it.
+    """
+
+    verified: ClassVar[str] = "applied"
 
     def __init__(self, manifest: Manifest, groups: Mapping[str, WeightGroup]) -> None:
         self.intake = Intake(manifest, [spec.nbytes for spec in manifest.tensors])
@@ -91,10 +104,13 @@ class Writer:
                 piece = data[entry.offset : entry.offset + entry.nbytes]
                 group = self._groups[self._manifest.tensors[entry.index].group]
                 for parameter in self._first[entry.index]:
-                    group.write(parameter, entry.start, piece)
+                    self._place(group, parameter, entry.start, piece)
                 if entry.index in self._aside:
                     content = self._aside[entry.index][1]
                     content[entry.start : entry.start + entry.nbytes] = piece
+
+    def _place(self, group: WeightGroup, parameter: str, start: int, piece: memoryview) -> None:
+        group.write(parameter, start, piece)
 
     def flip_a_bit(self, bucket: Bucket) -> None:
         """Corrupt something that this bucket brought, and that no later one brings again."""
@@ -132,6 +148,39 @@ class Writer:
         ]
         if wrong:
             raise VerifyFailed(wrong)
+
+
+class DeltaWriter(Writer):
+    """Writes a delta: each byte says which bits of the base's change. A tie comes once."""
+
+    verified: ClassVar[str] = "transfer"
+
+    def __init__(self, manifest: Manifest, groups: Mapping[str, WeightGroup]) -> None:
+        super().__init__(manifest, groups)
+        if self._aside:
+            raise UpdateRefused("a delta changes a tied tensor once: by one of its names")
+        self._came = {name: bytearray(spec.nbytes) for spec, name in self._places()}
+
+    def _place(self, group: WeightGroup, parameter: str, start: int, piece: memoryview) -> None:
+        base = group.read(parameter)[start:]
+        changed = bytes(old ^ new for old, new in zip(base, piece, strict=False))
+        group.write(parameter, start, changed)
+        self._came[parameter][start : start + len(piece)] = piece
+
+    def verify(self, sent: Mapping[str, int]) -> None:
+        """Compare what came with what was sent: what lies in the arenas is another thing."""
+        wrong = [
+            spec.name
+            for spec, name in self._places()
+            if sent.get(spec.name) != fingerprint_bytes(self._came[name])
+        ]
+        if wrong:
+            raise VerifyFailed(wrong)
+
+    def _places(self) -> Iterator[tuple[TensorSpec, str]]:
+        """Each tensor offered, and each parameter it is written to."""
+        for spec, places in zip(self._manifest.tensors, self._first, strict=True):
+            yield from ((spec, name) for name in places)
 
 
 def _bytewise(view: memoryview) -> memoryview:

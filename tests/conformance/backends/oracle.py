@@ -98,6 +98,15 @@ class OracleUnderTest(BackendUnderTest):
         bits = self._bits(version, self._digest(group, adapter_version))
         return continuation(prompt, bits, Version(0, version), n)
 
+    def delta(self, base: int, version: int) -> Tensors:
+        """The bits that change."""
+        return [
+            (spec, bytes(old ^ new for old, new in zip(before, after, strict=True)))
+            for (spec, before), (_, after) in zip(
+                self.weights(base), self.weights(version), strict=True
+            )
+        ]
+
     def _bits(self, version: int, *adapters: int) -> int:
         fed = self.options.get("fed", GROUPS)
         base = [self._digest(g, version if g in fed else 0) for g in (TARGET, DRAFT)]

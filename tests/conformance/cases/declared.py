@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 
 from hotbunk.conformance.case import Level, case
+from hotbunk.conformance.cases.broken import check_poisoned, heal
 from hotbunk.conformance.rig import NotApplicable, Rig, Running, check_aborted, expect
-from hotbunk.conformance.transfers import FailedElsewhere
-from hotbunk.rollout.contract import Cache, Gate, PauseMode, Support
-from hotbunk.rollout.errors import HotbunkError, Unsupported, UpdateFailed, WeightsPoisoned
+from hotbunk.conformance.transfers import FailedElsewhere, MemoryTransfer
+from hotbunk.rollout.contract import Cache, Gate, PauseMode, Scope, Support, Version
+from hotbunk.rollout.errors import (
+    BaseMismatch,
+    HotbunkError,
+    Unsupported,
+    UpdateFailed,
+    VersionRegression,
+    WeightsPoisoned,
+)
 
 
 @case(level=Level.FAULT)
@@ -48,8 +56,42 @@ async def _past_the_replica(rig: Rig) -> None:
 
 @case(level=Level.SYNC, capability="delta")
 async def deltas(rig: Rig) -> None:
-    """Only its refusal is looked at: what a delta holds is the backend's own."""
-    raise NotApplicable("nobody says what a delta looks like")
+    """A delta over its base makes the next version whole; over another, or twice, it is refused (B17, V11).
+
+    What it holds is the backend's own. One that broke poisons, and no other heals that.
+    """
+    await rig.load(1)
+
+    def made(base: int, version: int) -> MemoryTransfer:
+        scope = Scope.delta(Version(0, base))
+        return rig.transfer(version, tensors=rig.ut.delta(base, version), scope=scope)
+
+    first = made(1, 2)
+    report = await rig.send(first)
+    assert report.applied == len(first.manifest.tensors), f"applied {report.applied} of it"
+    assert await rig.label() == Version(0, 2)
+    _same_bytes(rig, 2)
+    await rig.check_golden(2)
+    before = await rig.snapshot()
+    for error, again in ((BaseMismatch, made(1, 3)), (VersionRegression, made(1, 2))):
+        await expect(error, rig.send(again))
+        assert not again.bytes_moved, "bytes moved before the refusal"
+        assert await rig.snapshot() == before, "a refused delta changed something"
+    await rig.check_golden(2)
+    scope = Scope.delta(Version(0, 2))
+    broken = rig.sender(FailedElsewhere, 3, tensors=rig.ut.delta(2, 3), scope=scope)
+    await expect(UpdateFailed, rig.send(broken))
+    await check_poisoned(rig)
+    await expect(BaseMismatch, rig.send(made(2, 3)))
+    await heal(rig, 3)
+    await rig.send(made(3, 4))
+    await rig.check_golden(4)
+
+
+def _same_bytes(rig: Rig, version: int) -> None:
+    if rig.sees("bytes"):
+        for spec, content in rig.ut.weights(version):
+            assert rig.ut.read_weight(spec.name) == content, f"{spec.name} is not {version}'s"
 
 
 @case()

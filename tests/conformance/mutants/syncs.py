@@ -11,7 +11,7 @@ from hotbunk.rollout import errors
 from hotbunk.rollout.backends.oracle import engine
 from hotbunk.rollout.backends.oracle.engine import OracleEngine
 from hotbunk.rollout.backends.oracle.model import BUFFERS, WeightGroup
-from hotbunk.rollout.backends.oracle.update import Writer, check_manifest
+from hotbunk.rollout.backends.oracle.update import DeltaWriter, Writer, check_manifest
 from hotbunk.rollout.contract import FULL, Digests, UpdateReport
 from hotbunk.rollout.fingerprint import fingerprint_bytes
 from hotbunk.rollout.intake import Intake
@@ -247,3 +247,10 @@ def one_rank_goes_ahead(patch: Patches) -> None:
         return report
 
     patch.setattr(OracleEngine, "update_weights", ahead)
+
+
+@mutant("deltas", deltas=True)
+def a_delta_counts_as_the_whole(patch: Patches) -> None:
+    """What a delta holds is written over the base, instead of what it makes of it (B17)."""
+    patch.setattr(DeltaWriter, "_place", Writer._place)
+    patch.setattr(DeltaWriter, "verify", nothing)
