@@ -304,15 +304,18 @@ class CheckpointEngineManager(Fleet):
         began: float,
     ) -> SyncReport:
         led = Led(self.ranks) if self.ranks.world > 1 else None
-        if led is not None:
-            parts = [
-                msgspec.structs.replace(part, source=led.source(n, part.source))
-                for n, part in enumerate(parts)
-            ]
         rounds = self._rounds(policy)
         more: list[ReplicaOutcome] = []
         word = "was stopped"
         try:
+            if led is not None:
+                led_ones = [led.source(n, part.source) for n, part in enumerate(parts)]
+                for one in led_ones:
+                    await one.ask(policy.deadline)
+                parts = [
+                    msgspec.structs.replace(part, source=one)
+                    for part, one in zip(parts, led_ones, strict=True)
+                ]
             if policy.lazy:
                 handles, more = await self._publish(parts, policy, handles, rounds)
             elif parts[-1].scope.kind is ScopeKind.FULL:
@@ -327,8 +330,7 @@ class CheckpointEngineManager(Fleet):
             word = "ended"
         finally:
             if led is not None:
-                await asyncio.to_thread(led.finish)
-                await asyncio.to_thread(self.ranks.tell, word)
+                await asyncio.to_thread(led.end, word)
             rounds.tell(self._members, parts)
         return rounds.report(parts[-1], began, more)
 

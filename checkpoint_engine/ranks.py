@@ -9,19 +9,30 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hotbunk.rollout.contract import TensorSpec
-from hotbunk.rollout.errors import DeadlineExceeded, HotbunkError, TrainerFailed, UsageError
+from hotbunk.rollout.errors import (
+    DeadlineExceeded,
+    HotbunkError,
+    SessionError,
+    TrainerFailed,
+    UsageError,
+)
 
-log = logging.getLogger(__name__)
 _HERE = "here"
-_WALK = "walk "
+_SPECS = "specs"
+_NEXT = "next"
+_CLOSE = "close"
+_MOMENT = 1.0  # seconds; who is in a step that long after the transport's end hangs
 _LET_GO = "let go"
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 LetGo = Callable[[], Awaitable[None]]
 
 if TYPE_CHECKING:
@@ -87,7 +98,7 @@ class StoreRanks(TrainerRanks):
     """Ranks that share a ``torch.distributed`` store (``TCPStore``, ``FileStore``, ``HashStore``).
 
     A store holds nobody up and needs no process group, so a trainer's own collectives are never in
-    the way of a sync's control.
+    the way of a sync's control. What all have read is deleted from it.
 
     :param deadline: seconds that any wait may take.
     """
@@ -103,9 +114,13 @@ class StoreRanks(TrainerRanks):
         self._prefix = prefix
         self._words = itertools.count()
         self._barriers = itertools.count()
+        self._told: list[str] = []  # keys that some may not have read yet
+        self._passed = ""  # our key of the last barrier
 
     def tell(self, word: str) -> None:
-        self._store.set(f"{self._prefix}/word/{next(self._words)}", word)
+        key = f"{self._prefix}/word/{next(self._words)}"
+        self._store.set(key, word)
+        self._told.append(key)
 
     def hear(self) -> str:
         key = f"{self._prefix}/word/{next(self._words)}"
@@ -120,6 +135,11 @@ class StoreRanks(TrainerRanks):
             said = bytes(self._store.get(key)).decode()
             if said != _HERE:
                 raise TrainerFailed(said, where=f"trainer rank {rank} before {name!r}")
+        # All have heard what was said before, and have left the barrier before this one.
+        told, self._told = self._told, []
+        passed, self._passed = self._passed, f"{here}/{self.rank}"
+        for key in (*told, *filter(None, [passed])):
+            self._store.delete_key(key)
 
     def fail(self, why: str) -> None:
         self._arrive(why or "it failed")
@@ -139,45 +159,134 @@ class StoreRanks(TrainerRanks):
 
 
 class Led:
-    """The leader's walks over its sources: each is announced, and walked to its end with the others.
+    """The leader's use of its sources: each step is announced, and made by all ranks together.
 
-    Sharded tensors are gathered together; a walk that one rank left half-way would leave the others
-    in a collective for ever.
+    Sharded tensors are gathered by all at once. Step by step, nobody is in a gather without the
+    leader, however early a walk ends; and two walks at once gather in one order everywhere.
     """
 
     def __init__(self, ranks: TrainerRanks) -> None:
-        self.ranks = ranks
-        self.walks: list[Iterator[torch.Tensor]] = []
+        self._ranks = ranks
+        self._walks: list[_LedWalk] = []
+        self._stepping = threading.Lock()
+        self._telling = threading.Lock()  # never held in a gather, which may hang
+        self._over = False
 
-    def source(self, number: int, inner: WeightSource) -> WeightSource:
-        """``inner``, whose walks the followers hear of as the sync's source ``number``."""
-        return _LedSource(self, number, inner)
+    def source(self, number: int, inner: WeightSource) -> LedSource:
+        """``inner``, through which all ranks step with the leader as the sync's source ``number``."""
+        return LedSource(self, number, inner)
 
-    def finish(self) -> None:
-        """Walk what is left of every walk; nothing is left of one that raised."""
-        walks, self.walks = self.walks, []
-        for walk in walks:
-            try:
-                for _ in walk:
-                    pass
-            except ValueError:  # a thread still is inside it: the source hangs
-                log.exception("the source of a sync still hangs; other trainer ranks may, too")
+    def walk(self, number: int, inner: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """One more walk, of the source ``number``."""
+        self._walks.append(_LedWalk(self, f"{len(self._walks)} {number}", inner))
+        return self._walks[-1]
+
+    def step(self, word: str, make: Callable[[], T]) -> T:
+        """``make()``, together with the others.
+
+        :raises SessionError: the sync is over, and nobody steps with us.
+        """
+        with self._stepping:
+            self._tell(word)
+            return make()
+
+    def let_go(self) -> None:
+        """No more walks, and all others let go now."""
+        self._close()
+        self._tell(_LET_GO)
+
+    def end(self, word: str) -> None:
+        """The others' last word of this sync, also where a source still hangs."""
+        try:
+            self._close()
+        finally:
+            self._tell(word, last=True)
+
+    def _close(self) -> None:
+        """End, on all ranks, the walks that were cut off: they may have to put something back."""
+        if not self._stepping.acquire(timeout=_MOMENT):
+            log.error("the source of a sync still hangs; other trainer ranks may, too")
+            return
+        try:
+            walks, self._walks = self._walks, []
+            for walk in walks:
+                if not walk.ended:
+                    self._tell(f"{_CLOSE} {walk.name}")
+                    _close(walk.inner)
+        finally:
+            self._stepping.release()
+
+    def _tell(self, word: str, *, last: bool = False) -> None:
+        with self._telling:
+            if self._over:
+                raise SessionError("the sync that this source was walked for is over")
+            self._over = last
+            self._ranks.tell(word)
+
+    async def meet(self, name: str) -> None:
+        """Every rank is here. See :meth:`TrainerRanks.barrier`."""
+        await meet(self._ranks, name)
 
 
-class _LedSource:
+class LedSource:
+    """See :meth:`Led.source`. What it has is asked once a sync."""
+
     def __init__(self, led: Led, number: int, inner: WeightSource) -> None:
         self._led = led
         self._number = number
         self._inner = inner
+        self._specs: tuple[TensorSpec, ...] | None = None
+        self._failure: Exception | None = None
+
+    async def ask(self, deadline: float) -> None:
+        """What it has, asked in a thread: it may have to gather. A failure is raised by ``specs``."""
+        try:
+            async with asyncio.timeout(deadline):
+                self._specs = await asyncio.to_thread(self._ask)
+        except TimeoutError:
+            self._failure = DeadlineExceeded("what the source has", deadline)
+        # A boundary: trainers raise what their own libraries raise.
+        except Exception as error:  # noqa: BLE001
+            self._failure = error
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        return self._inner.specs()
+        if self._failure is not None:
+            raise self._failure
+        if self._specs is None:
+            self._specs = self._ask()
+        return self._specs
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        self._led.ranks.tell(f"{_WALK}{self._number}")
-        walk = self._inner.tensors()
-        self._led.walks.append(walk)
-        return walk
+        return self._led.walk(self._number, self._inner.tensors())
+
+    def _ask(self) -> tuple[TensorSpec, ...]:
+        return self._led.step(f"{_SPECS} {self._number}", self._inner.specs)
+
+
+class _LedWalk:
+    """A walk whose every step the others make, too."""
+
+    def __init__(self, led: Led, name: str, inner: Iterator[torch.Tensor]) -> None:
+        self.name = name
+        self.inner = inner
+        self.ended = False
+        self._led = led
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        try:
+            return self._led.step(f"{_NEXT} {self.name}", self.inner.__next__)
+        except BaseException:
+            self.ended = True
+            raise
+
+
+def _close(walk: Iterator[torch.Tensor]) -> None:
+    """End a walk where it is."""
+    if isinstance(walk, Generator):
+        walk.close()
 
 
 def trainer_failed(error: Exception) -> TrainerFailed:
@@ -198,11 +307,10 @@ def together(led: Led, let_go: LetGo | None) -> LetGo:
     """The trainer's letting go, on all its ranks, as the leader does it."""
 
     async def all_of_them() -> None:
-        await asyncio.to_thread(led.finish)
-        await asyncio.to_thread(led.ranks.tell, _LET_GO)
+        await asyncio.to_thread(led.let_go)
         if let_go is not None:
             await let_go()
-        await meet(led.ranks, _LET_GO)
+        await led.meet(_LET_GO)
 
     return all_of_them
 
@@ -233,8 +341,19 @@ async def follow(
 
 
 def _gather(sources: Sequence[WeightSource], ranks: TrainerRanks) -> str:
-    """Gather whenever the leader does; its first other word."""
-    while (word := ranks.hear()).startswith(_WALK):
-        for _ in sources[int(word.removeprefix(_WALK))].tensors():
-            pass
-    return word
+    """Step through the sources as the leader does; its first other word."""
+    walks: dict[str, Iterator[torch.Tensor]] = {}
+    while True:
+        word = ranks.hear()
+        match word.split():
+            case [verb, number] if verb == _SPECS:
+                sources[int(number)].specs()
+            case [verb, walk, number] if verb == _NEXT:
+                if walk not in walks:
+                    walks[walk] = sources[int(number)].tensors()
+                next(walks[walk], None)
+            case [verb, walk, _] if verb == _CLOSE:
+                if walk in walks:
+                    _close(walks.pop(walk))
+            case _:
+                return word

@@ -192,18 +192,18 @@ class Transaction:
 
     async def _send(self, part: Part) -> None:
         """One offer to every replica still under way; sender and receivers go on together."""
-        manifest = part.manifest(self._policy)
         going = [run for run in self.runs if run.outcome is None]
         if not going:
             return
         try:
+            manifest = part.manifest(self._policy)
             offer = await self._transport.offer(
                 part.source,
                 manifest,
                 ranks=[run.handle.capabilities.ranks for run in going],
                 deadline=self._policy.deadline,
             )
-        # A boundary: transports are anybody's.
+        # A boundary: sources and transports are anybody's.
         except Exception as error:  # noqa: BLE001
             failure = typed("offer", error)
             await asyncio.gather(*(self._failed(run, failure) for run in going))

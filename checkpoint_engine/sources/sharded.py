@@ -2,7 +2,12 @@
 
 Gathering is a collective: every trainer rank takes part, and rank 0 sends. Rank 0 alone knows when
 a tensor is wanted (a receiver may fail in between, a walk may be repeated), so it tells the others,
-over a process group of the source's own:
+over a process group of the source's own. With managers whose ``ranks`` are the trainer's, all ranks
+ask for the sync alike, and also let go together:
+
+    every rank   await manager.update_weights(source, version, let_go=...)
+
+Without, the others have no manager:
 
     rank 0       await manager.update_weights(source, version)    then source.done()
     the others   source.follow()                                  until rank 0 is done
@@ -22,7 +27,7 @@ from torch import nn
 from hotbunk.checkpoint_engine.source import Rename
 from hotbunk.rollout.binding import dtype_name
 from hotbunk.rollout.contract import TARGET, TensorSpec
-from hotbunk.rollout.errors import ConfigError, DuplicateName, SessionError, TrainerFailed
+from hotbunk.rollout.errors import ConfigError, DuplicateName, TrainerFailed
 
 _DONE = -1
 # What wrappers put into names, which no engine has.
@@ -65,34 +70,32 @@ class ShardedSource:
         self._commands = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._ended = False
 
-    # -- rank 0 -------------------------------------------------------------------------------
+    # -- as any source ------------------------------------------------------------------------
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Global shapes; nothing is gathered."""
         return tuple(spec for spec, _ in self._parameters())
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Full tensors, gathered as they are asked for.
+        """Full tensors, gathered as they are asked for. On the other ranks: as rank 0 asks for them.
 
-        :raises SessionError: on another rank than 0.
-        :raises TrainerFailed: a rank is gone.
+        :raises TrainerFailed: a rank is gone, said nothing in time, or walks in another way.
         """
-        if dist.get_rank() != 0:
-            raise SessionError("rank 0 sends; the other ranks call follow()")
-        self._ended = False
+        if dist.get_rank() == 0:
+            self._ended = False
         for index, (_, parameter) in enumerate(self._parameters()):
-            self._command(index)
+            self._meet(index)
             full = self._gather(parameter)
             yield full
             del full  # before the next one is gathered
+
+    # -- where the others have no manager -----------------------------------------------------
 
     def done(self) -> None:
         """Rank 0 wants no more tensors for now: the others' :meth:`follow` returns. Idempotent."""
         if dist.get_rank() == 0 and not self._ended:
             self._command(_DONE)
             self._ended = True
-
-    # -- the others ---------------------------------------------------------------------------
 
     def follow(self) -> int:
         """Take part in what rank 0 gathers, until it is done. On rank 0: nothing.
@@ -110,6 +113,15 @@ class ShardedSource:
         return gathered
 
     # -- both ---------------------------------------------------------------------------------
+
+    def _meet(self, index: int) -> None:
+        """All ranks are at this parameter of a walk."""
+        while (told := self._command(index)) != index:
+            if index or told != _DONE:  # a `done` that nobody followed may still lie before a walk
+                raise TrainerFailed(
+                    f"rank 0 is at parameter {told} of its walk, and this rank at {index}",
+                    where=f"trainer rank {dist.get_rank()}",
+                )
 
     def _command(self, index: int) -> int:
         """Rank 0's word to the others."""

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager  # noqa: E402
-from hotbunk.checkpoint_engine.policy import SyncReport  # noqa: E402
+from hotbunk.checkpoint_engine.policy import SyncPolicy, SyncReport  # noqa: E402
 from hotbunk.checkpoint_engine.ranks import StoreRanks  # noqa: E402
 from hotbunk.checkpoint_engine.transports.naive import NaiveTransport  # noqa: E402
 from hotbunk.conformance.backends.oracle_kit import load, running  # noqa: E402
@@ -38,24 +38,36 @@ class Gathered:
         self.step = step
         self.took_part = 0
         self.breaks_at = -1
+        self.breaks_before = False
+        self.walks = self.ended = 0
+        self.order: list[tuple[int, int]] = []  # (walk, tensor), as they were gathered
 
     def specs(self) -> Any:
+        if self.breaks_before:
+            raise RuntimeError("no specs")
         return tuple(spec for spec, _ in weights_at(self.step))
 
     def tensors(self) -> Iterator[Any]:
-        for n, (spec, content) in enumerate(weights_at(self.step)):
-            if n == self.breaks_at:
-                raise RuntimeError("the gather broke")
-            self.took_part += 1
-            raw = torch.tensor(list(content), dtype=torch.uint8)
-            yield raw.view(getattr(torch, spec.dtype)).reshape(spec.shape)
+        walk, self.walks = self.walks, self.walks + 1
+        try:
+            for n, (spec, content) in enumerate(weights_at(self.step)):
+                if n == self.breaks_at:
+                    raise RuntimeError("the gather broke")
+                self.took_part += 1
+                self.order.append((walk, n))
+                raw = torch.tensor(list(content), dtype=torch.uint8)
+                yield raw.view(getattr(torch, spec.dtype)).reshape(spec.shape)
+        finally:
+            self.ended += 1
 
 
 class Trainer:
     """Ranks of one trainer on one loop, each with its manager; ``log`` is what they let go of."""
 
-    def __init__(self, handles: Any, world: int = 3, deadline: float = 5.0) -> None:
-        store = torch.distributed.HashStore()
+    def __init__(
+        self, handles: Any, world: int = 3, deadline: float = 5.0, bucket_bytes: int = 32 << 20
+    ) -> None:
+        store = self.store = torch.distributed.HashStore()
         self.log: list[str] = []
         self.sources = [Gathered(2) for _ in range(world)]
         self.managers = [
@@ -63,6 +75,7 @@ class Trainer:
                 handles if rank == 0 else [],
                 NaiveTransport(),
                 deployment=Deployment.STANDALONE,
+                policy=SyncPolicy(bucket_bytes=bucket_bytes),
                 ranks=StoreRanks(store, rank, world, deadline=deadline),
             )
             for rank in range(world)
@@ -100,16 +113,17 @@ async def test_all_ranks_gather_and_let_go_before_any_kv_comes_back() -> None:
         assert (await replica.status()).versions["target"] == Version(0, 2)
 
 
-@pytest.mark.parametrize("phase", ["update/accept", "update/verify"])
+@pytest.mark.parametrize("phase", ["update/accept", "update/bucket", "update/verify"])
 async def test_a_failed_sync_leaves_no_rank_behind(phase: str) -> None:
-    """The walk is finished with the others, whatever became of the replicas."""
+    """The walk is ended with the others, whatever became of the replicas."""
     plan = FaultPlan()
     async with running(faults=plan) as (replica, _):
         await load(replica, 1)
         plan.at(phase, Fault(Action.RAISE, RuntimeError("a kernel broke")))
-        trainer = Trainer([LocalHandle(replica)])
+        trainer = Trainer([LocalHandle(replica)], bucket_bytes=64)
         leader, *followers = await trainer.sync()
         assert isinstance(leader, errors.SyncFailed)
+        assert all(source.ended == source.walks for source in trainer.sources)
         for report in followers:
             assert isinstance(report, SyncReport)
             assert report.outcomes == ()
@@ -117,6 +131,48 @@ async def test_a_failed_sync_leaves_no_rank_behind(phase: str) -> None:
         assert trainer.log == []
         reports = await trainer.sync()  # in step for the next one, which heals
         assert all(isinstance(report, SyncReport) for report in reports), reports
+
+
+async def test_two_walks_at_once_are_gathered_in_one_order_by_all() -> None:
+    """Replicas here walk the source each in its own time; a gather must find its like elsewhere."""
+    async with running() as (one, _), running() as (other, _):
+        other.name = "r1"
+        handles = [LocalHandle(one), LocalHandle(other)]
+        for replica in (one, other):
+            await load(replica, 1)
+        trainer = Trainer(handles, bucket_bytes=64)
+        reports = await trainer.sync()
+        assert all(isinstance(report, SyncReport) for report in reports), reports
+        first, *others = (source.order for source in trainer.sources)
+        assert {walk for walk, _ in first} == {0, 1}
+        assert first != sorted(first), "the walks did not mix, so nothing was tried"
+        assert others == [first, first]
+
+
+async def test_a_source_that_cannot_say_what_it_has_leaves_the_replica_serving() -> None:
+    async with running() as (replica, _):
+        await load(replica, 1)
+        trainer = Trainer([LocalHandle(replica)])
+        trainer.sources[0].breaks_before = True
+        leader, *followers = await trainer.sync()
+        assert isinstance(leader, errors.SyncFailed), leader
+        assert "no specs" in str(leader)
+        assert all(isinstance(one, SyncReport) for one in followers), followers
+        status = await replica.status()
+        assert not status.is_paused, "the sync's pause is still held"
+        assert status.versions["target"] == Version(0, 1)
+
+
+async def test_what_all_ranks_have_read_does_not_stay_in_the_store() -> None:
+    async with running() as (replica, _):
+        await load(replica, 1)
+        trainer = Trainer([LocalHandle(replica)])
+        kept = []
+        for _ in range(4):
+            reports = await trainer.sync()
+            assert all(isinstance(report, SyncReport) for report in reports), reports
+            kept.append(trainer.store.num_keys())
+        assert kept[1] == kept[3], kept
 
 
 async def test_a_rank_that_does_not_come_is_named() -> None:

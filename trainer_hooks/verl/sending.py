@@ -215,8 +215,7 @@ class Sending:
             await self._offer.serve()
             word = "ended"
         finally:
-            await asyncio.to_thread(self._led.finish)
-            await asyncio.to_thread(self._ranks.tell, word)
+            await asyncio.to_thread(self._led.end, word)
 
     async def drop(self, told: Drop) -> None:
         if self._offer is not None:
