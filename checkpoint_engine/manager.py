@@ -169,14 +169,14 @@ class CheckpointEngineManager(Fleet):
         super().forget_replica(name)
 
     async def resolve(self, report: SyncReport) -> SyncReport:
-        """The report, with what was in doubt asked again."""
+        """The report, with what was in doubt asked again; who was rolled back serves again."""
         outcomes = []
         for one in report.outcomes:
             handle = self._members.get(one.replica)
             if one.outcome is Outcome.IN_DOUBT and handle is not None:
-                status = await handle.status()
-                self._members.saw(status)
-                one = resolved(one, report.version, status)
+                one, status = await resolved(one, report.version, handle, self.policy)
+                if status is not None:
+                    self._members.saw(status)
             outcomes.append(one)
         return msgspec.structs.replace(report, outcomes=tuple(outcomes))
 

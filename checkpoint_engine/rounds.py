@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 
@@ -10,30 +11,59 @@ import msgspec
 
 from hotbunk.checkpoint_engine.members import Members
 from hotbunk.checkpoint_engine.observe import Observer
-from hotbunk.checkpoint_engine.policy import Outcome, ReplicaOutcome, SyncPolicy, SyncReport
+from hotbunk.checkpoint_engine.policy import (
+    OnFailure,
+    Outcome,
+    ReplicaOutcome,
+    SyncPolicy,
+    SyncReport,
+)
 from hotbunk.checkpoint_engine.ranks import LetGo
-from hotbunk.checkpoint_engine.run import Run
-from hotbunk.checkpoint_engine.transaction import Part, Transaction
+from hotbunk.checkpoint_engine.run import ASK_WAIT, Run
+from hotbunk.checkpoint_engine.transaction import Part, Transaction, still_held
 from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.rollout.contract import ScopeKind, Version
+from hotbunk.rollout.gate import SYNC
 from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.status import Health, ReplicaStatus
 
+log = logging.getLogger(__name__)
 
-def resolved(one: ReplicaOutcome, version: Version, status: ReplicaStatus) -> ReplicaOutcome:
-    """An outcome in doubt, by what the replica says now."""
-    has_it = version in status.versions.values()
+
+async def resolved(
+    one: ReplicaOutcome, version: Version, handle: ReplicaHandle, policy: SyncPolicy
+) -> tuple[ReplicaOutcome, ReplicaStatus | None]:
+    """An outcome in doubt, by what the replica says now; None: it still cannot be asked.
+
+    One that was rolled back is let out of the sync's pause, unless the policy fences it or its
+    memory is not as it was; then it waits for the next sync, ``fenced``.
+    """
+    try:
+        async with asyncio.timeout(ASK_WAIT):
+            status = await handle.status()
+            outcome = _outcome(status, version)
+            keeps = policy.on_failure == OnFailure.KEEP
+            if outcome is Outcome.ROLLED_BACK and keeps and still_held(status) and status.servable:
+                await handle.resume_generation(owner=SYNC)
+                status = await handle.status()
+                outcome = _outcome(status, version)
+    # A boundary: handles are anybody's.
+    except Exception:
+        log.exception("replica %s still is in doubt", handle.name)
+        return one, None
+    held = version if version in status.versions.values() else None
+    fenced = outcome is Outcome.ROLLED_BACK and still_held(status)
+    return msgspec.structs.replace(one, outcome=outcome, version=held, fenced=fenced), status
+
+
+def _outcome(status: ReplicaStatus, version: Version) -> Outcome:
     if status.health is Health.LOST:
-        outcome = Outcome.LOST
-    elif status.health is Health.POISONED:
-        outcome = Outcome.POISONED
-    elif not has_it:
-        outcome = Outcome.ROLLED_BACK
-    elif status.is_paused or not status.servable:
-        outcome = Outcome.FENCED
-    else:
-        outcome = Outcome.COMMITTED
-    return msgspec.structs.replace(one, outcome=outcome, version=version if has_it else None)
+        return Outcome.LOST
+    if status.health is Health.POISONED:
+        return Outcome.POISONED
+    if version not in status.versions.values():
+        return Outcome.ROLLED_BACK
+    return Outcome.FENCED if status.is_paused or not status.servable else Outcome.COMMITTED
 
 
 class Rounds:

@@ -168,7 +168,7 @@ class Transaction:
             raise errors.ReplicaLost(f"replica {handle.name} is lost")
         if before.is_sleeping:
             return
-        fenced = _fenced(before)  # by an earlier sync
+        fenced = still_held(before)  # by an earlier sync
         run.opens = not fenced  # held from its first moment, also if it never is complete
         await handle.pause_generation(policy.pause, clear_cache=policy.clear_cache, owner=SYNC)
         if self._frees:
@@ -301,8 +301,8 @@ class Transaction:
             await self._failed(run, errors.SessionError("the sync was cancelled"))
 
 
-def _fenced(status: ReplicaStatus) -> bool:
-    """An earlier sync left its pause held."""
+def still_held(status: ReplicaStatus) -> bool:
+    """Whether a sync that ended left its pause held."""
     return any(pause.owner == SYNC for pause in status.pauses)
 
 
