@@ -206,14 +206,17 @@ class VllmUnderTest(BackendUnderTest):
         return Path(engine._links.folder)
 
     def sabotage(self, point: str, how: str) -> bool:
-        """In the adapter, for what it does itself; in the worker by a word left in a file."""
+        """In the adapter, for what it does itself; in the worker by a word left in a file.
+
+        It takes offers and buckets in the loop that the suite is in, so nothing hangs there.
+        """
         engine: Any = self._engine
-        if point in vllm_inside.POINTS and how == "fail":
-            vllm_inside.ask(self._told, point)
+        if point in vllm_inside.POINTS:
+            vllm_inside.ask(self._told, point, how)
             return True
+        if point in vllm_inside.RECEIVER:
+            return how == "fail" and vllm_inside.fail_once(point)
         inside = vllm_inside.IN_ADAPTER
-        if point not in inside:
-            return False
 
         async def broken(*_: Any) -> None:
             delattr(engine, inside[point])

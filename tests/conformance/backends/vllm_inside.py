@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ from hotbunk.rollout.registry import register as register_backend
 EXTENSION = f"{__name__}.SuitesExtension"
 NAME, FOLDER = "vllm_seen", "HOTBUNK_SUITE_FOLDER"
 POINTS = ("release", "resume", "post_load", "verify")
+RECEIVER = ("accept", "bucket")  # of a transfer that is open in the adapter
 IN_ADAPTER = {"commit": "forget_old_versions", "label": "label"}
 _FILE, _PLACES = "sabotage", "places"
 
 
-def ask(folder: Path, point: str) -> None:
-    """Have a worker raise once, the next time it is there."""
-    (folder / _FILE).write_text(point, encoding="ascii")
+def ask(folder: Path, point: str, how: str = "fail") -> None:
+    """Have a worker raise once, the next time it is there, or never return from it (``hang``)."""
+    word = point if how == "fail" else f"{point} {how}"
+    (folder / _FILE).write_text(word, encoding="ascii")
 
 
 def forget(folder: Path) -> None:
@@ -76,6 +79,30 @@ def _broken_once(folder: str, point: str, inner: Any) -> Any:
     return call
 
 
+def fail_once(point: str) -> bool:
+    """Have the receiver in this process raise, the next time it is there."""
+    from hotbunk.rollout.backends.vllm.update import Receiver, Staging
+
+    owner: Any = Receiver if point == "accept" else Staging
+    function = "_known" if point == "accept" else "write"
+    inner = getattr(owner, function)
+
+    def broken(*_: Any) -> None:
+        setattr(owner, function, inner)
+        raise RuntimeError(f"{point} breaks")
+
+    setattr(owner, function, broken)
+    return True
+
+
+def _meets(folder: str, point: str) -> None:
+    """What was asked for there."""
+    if _breaks(folder, f"{point} hang"):
+        threading.Event().wait()
+    if _breaks(folder, point):
+        raise RuntimeError(f"{point} breaks")
+
+
 def _breaks(folder: str, point: str) -> bool:
     path = Path(folder) / _FILE
     with suppress(FileNotFoundError):
@@ -105,18 +132,16 @@ def _made() -> type:
 
             def finished(*args: Any) -> None:
                 finish(*args)
-                if _breaks(self._suite_folder, "post_load"):
-                    raise RuntimeError("post_load breaks")
+                _meets(self._suite_folder, "post_load")
 
             self.finish_weight_update = finished
-            compared = Landing.differing
-
-            def differing(landing: Any, expected: Any) -> list[str]:
-                if _breaks(self._suite_folder, "verify"):
-                    raise RuntimeError("verify breaks")
-                return compared(landing, expected)
-
-            setattr(Landing, "differing", differing)  # noqa: B010 - this process is the suite's
+            # This process is the suite's.
+            for owner, function, point in (
+                (self.hotbunk_engine.weights, "_places", "accept"),
+                (Landing, "write", "bucket"),
+                (Landing, "differing", "verify"),
+            ):
+                setattr(owner, function, self._suite_met(getattr(owner, function), point))
             for verb, point in {
                 "release": "release",
                 "resume": "resume",
@@ -129,8 +154,14 @@ def _made() -> type:
 
         def hotbunk_load(self, path: str, table: list[list[Any]]) -> None:
             super().hotbunk_load(path, table)
-            if _breaks(self._suite_folder, "post_load"):
-                raise RuntimeError("post_load breaks")
+            _meets(self._suite_folder, "post_load")
+
+        def _suite_met(self, inner: Any, point: str) -> Any:
+            def call(*args: Any) -> Any:
+                _meets(self._suite_folder, point)
+                return inner(*args)
+
+            return call
 
         def _suite_starved(self, pool: Any) -> None:
             mapped = pool.resume
@@ -149,8 +180,9 @@ def _made() -> type:
 
             async def call(*args: Any, **kwargs: Any) -> Any:
                 done = await inner(*args, **kwargs)
-                if _breaks(self._suite_folder, point):
-                    raise RuntimeError(f"{point} breaks")
+                if _breaks(self._suite_folder, f"{point} hang"):
+                    await asyncio.Event().wait()
+                _meets(self._suite_folder, point)
                 return done
 
             return call

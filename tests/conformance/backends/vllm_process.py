@@ -45,13 +45,8 @@ class VllmProcessUnderTest(VllmUnderTest):
 
     def sabotage(self, point: str, how: str) -> bool:
         """By a word left in a file, in the adapter's process or the worker's."""
-        if point in vllm_inside.POINTS and how == "fail":
-            vllm_inside.ask(self._seen, point)
-            return True
-        if point in vllm_inside.IN_ADAPTER:
-            vllm_inside.ask(self._seen, point if how == "fail" else f"{point} hang")
-            return True
-        return False
+        vllm_inside.ask(self._seen, point, how)
+        return True
 
     # -- inside -------------------------------------------------------------------------------
 
