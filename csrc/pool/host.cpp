@@ -9,14 +9,14 @@
 #include <atomic>
 #include <cstring>
 
-#include "driver.h"
+#include "on_host.h"
 #include "parallel.h"
 #include "ranges.h"
 
 namespace hb {
 namespace {
 
-class HostDriver : public Driver {
+class HostDriver : public OnHost {
  public:
   HostDriver() {
     granularity = page_size();
@@ -86,28 +86,6 @@ class HostDriver : public Driver {
   void abandon(uint64_t address, uint64_t size, uint64_t) override {
     // It stays writable until the addresses go: somebody may still hold a view.
     madvise(pointer(address), size, MADV_DONTNEED);
-  }
-
-  Status to_host(void *to, uint64_t from, uint64_t size) override {
-    memcpy(to, pointer(from), size);
-    return {};
-  }
-
-  Status from_host(uint64_t to, const void *from, uint64_t size) override {
-    memcpy(pointer(to), from, size);
-    return {};
-  }
-
-  Status zero(uint64_t to, uint64_t size) override {
-    memset(pointer(to), 0, size);
-    return {};
-  }
-
-  Status sync() override { return {}; }
-
-  Status info(uint64_t *free, uint64_t *total) override {
-    host_memory(free, total);
-    return {};
   }
 
   // From the page tables: cheap enough for every verb, where smaps walks the whole process.

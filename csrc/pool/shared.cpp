@@ -12,7 +12,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "driver.h"
+#include "on_host.h"
 #include "ranges.h"
 
 #ifndef MFD_HUGETLB
@@ -69,7 +69,7 @@ bool memfd_is_huge() {
   return huge;
 }
 
-class SharedDriver : public Driver {
+class SharedDriver : public OnHost {
  public:
   ~SharedDriver() override {
     if (mount_ >= 0) close(mount_);
@@ -150,28 +150,6 @@ class SharedDriver : public Driver {
     uint64_t at = 0;
     int file = file_of(address, &at);
     punch(file, at, size);  // a late writer gets new pages, which go with the range
-  }
-
-  Status to_host(void *to, uint64_t from, uint64_t size) override {
-    memcpy(to, pointer(from), size);
-    return {};
-  }
-
-  Status from_host(uint64_t to, const void *from, uint64_t size) override {
-    memcpy(pointer(to), from, size);
-    return {};
-  }
-
-  Status zero(uint64_t to, uint64_t size) override {
-    memset(pointer(to), 0, size);
-    return {};
-  }
-
-  Status sync() override { return {}; }
-
-  Status info(uint64_t *free, uint64_t *total) override {
-    host_memory(free, total);
-    return {};
   }
 
   // What the file holds, whoever made its pages: a peer that writes to a released one is seen.
