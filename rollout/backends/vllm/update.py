@@ -6,21 +6,18 @@ ticket is opened in the workers instead (:mod:`.inside`).
 
 from __future__ import annotations
 
-import mmap
-import os
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import psutil
-import torch
 
 from hotbunk.rollout import errors
 from hotbunk.rollout.backends.vllm.adapters import Adaptable, alpha_of
 from hotbunk.rollout.backends.vllm.landing import open_groups
 from hotbunk.rollout.contract import (
     ITEMSIZE,
-    Bucket,
     Manifest,
     Placement,
     ReceiverLayout,
@@ -32,7 +29,8 @@ from hotbunk.rollout.contract import (
     Version,
     digest_name,
 )
-from hotbunk.rollout.intake import Intake, check_offer
+from hotbunk.rollout.intake import check_offer
+from hotbunk.rollout.staging import WholeUpdate
 
 if TYPE_CHECKING:
     from hotbunk.rollout.backends.vllm.engine import VllmEngine
@@ -61,7 +59,7 @@ def merged(said: Sequence[Mapping[str, Any]], shards: int) -> Bound:
         for name, (dtype, shape, elements) in rank["tensors"].items():
             placements[name] = Placement(dtype, tuple(shape))
             held[name] = held.get(name, 0) + elements
-    partly = {name for name, it in placements.items() if held[name] < _elements(it.shape)}
+    partly = {name for name, it in placements.items() if held[name] < math.prod(it.shape)}
     for names, what in (
         (transformed, "transforms these tensors after loading"),
         (uncovered, "holds parameters that the checkpoint does not name"),
@@ -151,70 +149,27 @@ class Receiver:
                 raise errors.TiedMismatch(sorted(tie))
 
 
-class Staging:
-    """Whole tensors side by side in memory that has no name on disk: it goes with its last user.
-
-    Needs as much host memory as the weights, for the length of an update.
-
-    :raises HostOutOfMemory: there is not so much.
-    """
+class Staging(WholeUpdate):
+    """See :class:`~hotbunk.rollout.staging.WholeUpdate`; sizes are those of vLLM's element types."""
 
     def __init__(self, manifest: Manifest, known: Mapping[str, Placement]) -> None:
-        self.specs = manifest.tensors
-        self._sizes = [
-            ITEMSIZE[known[spec.name].dtype] * _elements(spec.shape) for spec in self.specs
+        self._dtypes = [known[spec.name].dtype for spec in manifest.tensors]
+        sizes = [
+            ITEMSIZE[dtype] * math.prod(spec.shape)
+            for dtype, spec in zip(self._dtypes, manifest.tensors, strict=True)
         ]
-        self._dtypes = [known[spec.name].dtype for spec in self.specs]
-        self._offsets: list[int] = []
-        total = 0
-        for size in self._sizes:
-            self._offsets.append(total)
-            total += -(-size // _ALIGN) * _ALIGN
-        free = int(psutil.virtual_memory().available)
-        if total > free:
-            raise errors.HostOutOfMemory(total, free)
-        self.intake = Intake(manifest, self._sizes)
-        self._descriptor = os.memfd_create("hotbunk-update")
-        os.ftruncate(self._descriptor, max(total, 1))
-        self._data = mmap.mmap(self._descriptor, max(total, 1))
-        self._memory = memoryview(self._data)
-        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._memory.release()
-        self._data.close()
-        os.close(self._descriptor)
-
-    def write(self, bucket: Bucket) -> None:
-        """Copy a bucket's pieces to their places. :raises TransferFailed: a bad table."""
-        data = bucket.data
-        if isinstance(data, torch.Tensor):
-            data = data.detach().cpu().contiguous().numpy()
-        source = memoryview(data).cast("B")
-        for entry in self.intake.check(bucket, source.nbytes):
-            at = self._offsets[entry.index] + entry.start
-            self._memory[at : at + entry.nbytes] = source[
-                entry.offset : entry.offset + entry.nbytes
-            ]
+        ends = list(accumulate(-(-size // _ALIGN) * _ALIGN for size in sizes))
+        total = ends[-1] if ends else 0
+        super().__init__(manifest, sizes, [0, *ends][: len(sizes)], total, "hotbunk-update")
 
     def view(self, index: int) -> bytes:
         """The bytes of one tensor."""
-        at = self._offsets[index]
-        return bytes(self._memory[at : at + self._sizes[index]])
+        at = self.offsets[index]
+        return bytes(self.memory[at : at + self.sizes[index]])
 
     def table(self) -> list[list[Any]]:
         """Names, element type, shape and offset of every tensor."""
         rows: zip[tuple[TensorSpec, str, int]] = zip(
-            self.specs, self._dtypes, self._offsets, strict=True
+            self.specs, self._dtypes, self.offsets, strict=True
         )
         return [[list(s.names), dtype, list(s.shape), offset] for s, dtype, offset in rows]
-
-
-def _elements(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
-import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
 from hotbunk.rollout import errors
-from hotbunk.rollout.contract import ITEMSIZE, Bucket, Manifest, Placement
+from hotbunk.rollout.contract import ITEMSIZE, Manifest, Placement
 from hotbunk.rollout.fingerprint import KIND
-from hotbunk.rollout.intake import Intake
 from hotbunk.rollout.kernels import fingerprint
+from hotbunk.rollout.staging import WholeUpdate
 
 # As safetensors writes what the contract calls by torch's names.
 _SHORT = {
@@ -73,7 +69,7 @@ class Checkpoint:
         )
 
 
-class Staged:
+class Staged(WholeUpdate):
     """Whole tensors as a safetensors file in memory without a name: it goes with its last user.
 
     :raises HostOutOfMemory: there is not so much.
@@ -81,11 +77,10 @@ class Staged:
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        self._specs = manifest.tensors
         self._kind = manifest.fingerprint
         header: dict[str, object] = {}
-        self._offsets, at = [], 0
-        for spec in self._specs:
+        starts, at = [], 0
+        for spec in manifest.tensors:
             if spec.dtype not in _SHORT:
                 raise errors.Unsupported(f"{spec.dtype} in a reload", "vllm_http")
             header[spec.name] = {
@@ -93,51 +88,26 @@ class Staged:
                 "shape": spec.shape,
                 "data_offsets": (at, at + spec.nbytes),
             }
-            self._offsets.append(at)
+            starts.append(at)
             at += spec.nbytes
         head = json.dumps(header).encode()
         head += b" " * (-len(head) % 8)
-        self._begin = 8 + len(head)
-        total, free = self._begin + at, int(psutil.virtual_memory().available)
-        if total > free:
-            raise errors.HostOutOfMemory(total, free)
-        self.intake = Intake(manifest, [spec.nbytes for spec in self._specs])
-        self._descriptor = os.memfd_create("hotbunk-reload")
-        os.ftruncate(self._descriptor, total)
-        self._data = mmap.mmap(self._descriptor, total)
-        self._data[: self._begin] = len(head).to_bytes(8, "little") + head
-        self._memory = memoryview(self._data)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._memory.release()
-        self._data.close()
-        os.close(self._descriptor)
-
-    def write(self, bucket: Bucket) -> None:
-        """Copy a bucket's pieces to their places. :raises TransferFailed: a bad table."""
-        data = bucket.data
-        if isinstance(data, torch.Tensor):
-            data = data.detach().cpu().contiguous().numpy()
-        source = memoryview(data).cast("B")
-        for entry in self.intake.check(bucket, source.nbytes):
-            at = self._begin + self._offsets[entry.index] + entry.start
-            piece = source[entry.offset : entry.offset + entry.nbytes]
-            self._memory[at : at + entry.nbytes] = piece
+        begin = 8 + len(head)
+        sizes = [spec.nbytes for spec in manifest.tensors]
+        offsets = [begin + start for start in starts]
+        super().__init__(manifest, sizes, offsets, begin + at, "hotbunk-reload")
+        self.data[:begin] = len(head).to_bytes(8, "little") + head
 
     def check(self, expected: Mapping[str, int]) -> None:
         """:raises VerifyFailed: what arrived is not what was sent."""
         if self._kind != KIND:
             return
         wrong = set()
-        for spec, offset in zip(self._specs, self._offsets, strict=True):
+        for spec, at in zip(self.specs, self.offsets, strict=True):
             content = torch.empty(0, dtype=torch.uint8)
             if spec.nbytes:
-                at = self._begin + offset
                 content = torch.frombuffer(
-                    self._data, dtype=torch.uint8, count=spec.nbytes, offset=at
+                    self.data, dtype=torch.uint8, count=spec.nbytes, offset=at
                 )
             if expected.get(spec.name) != fingerprint(content):
                 wrong.add(spec.name)
@@ -150,5 +120,5 @@ class Staged:
         """A folder in which the file has a name, while the server reads it."""
         with tempfile.TemporaryDirectory(prefix="hotbunk-reload-") as folder:
             name = Path(folder) / "model.safetensors"
-            name.symlink_to(f"/proc/{os.getpid()}/fd/{self._descriptor}")
+            name.symlink_to(self.path)
             yield Path(folder)

@@ -159,7 +159,7 @@ async def test_host_memory_is_asked_for_before_a_byte_moves(
     class Full:
         available = 1000
 
-    monkeypatch.setattr("hotbunk.rollout.backends.vllm.update.psutil.virtual_memory", Full)
+    monkeypatch.setattr("hotbunk.rollout.staging.psutil.virtual_memory", Full)
     await engine.pause_generation()
     transfer = MemoryTransfer(untied.weights(1), version=Version(0, 1))
     with pytest.raises(errors.HostOutOfMemory):
