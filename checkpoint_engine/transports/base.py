@@ -74,6 +74,11 @@ class Transport(ABC):
 
     name: str
 
+    @property
+    def held(self) -> int:
+        """Bytes of this process's own memory that are kept from sync to sync, outside any pool it was given."""
+        return 0
+
     @abstractmethod
     async def offer(
         self,

@@ -22,6 +22,7 @@ TAGS = ("weights", "kv_cache", "trainer", "bucket", "critic")
     [
         ["trainer.offload=false", "rollout.options.dtype=bfloat16"],
         ["rollout.replicas=2", "sync.bucket_bytes=262144"],
+        ["rollout.process=true", "transport=shm", "trainer.prompts=8"],
         ["trainer=ppo", "trainer.prompts=8"],
         ["rollout.free_cache_engine=false", "tiny.family=qwen3", "tiny.hidden=256"],
     ],

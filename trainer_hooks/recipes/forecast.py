@@ -18,7 +18,7 @@ from hotbunk.rollout.contract import Deployment, Retention
 from hotbunk.rollout.errors import ConfigError, HotbunkError
 from hotbunk.rollout.memory import host_pool
 from hotbunk.trainer_hooks.recipes.config import RunConfig
-from hotbunk.trainer_hooks.recipes.sizes import ModelShapes, Parts, parts_of
+from hotbunk.trainer_hooks.recipes.sizes import ModelShapes, Parts, buckets_stay, parts_of
 
 GIB = 1 << 30
 CRITIC, JUDGE = "critic", "judge"
@@ -88,7 +88,8 @@ def phases_of(config: RunConfig, parts: Parts) -> tuple[Phase, ...]:
     """A step's phases in their order."""
     turns, offload = takes_turns(config), config.trainer.offload
     kept = parts.reference_policy
-    trainer, bucket = parts.trainer, parts.bucket
+    trainer = parts.trainer
+    bucket, kept_bucket = parts.bucket, parts.bucket if buckets_stay(config) else 0
     engine = {"weights": parts.weights, "kv_cache": parts.kv_cache}
     away = {"weights": 0, "kv_cache": 0}
     backs_up = turns and config.rollout.deployment is Deployment.COLOCATED
@@ -97,7 +98,7 @@ def phases_of(config: RunConfig, parts: Parts) -> tuple[Phase, ...]:
     loaded = {"weights": parts.weights, "kv_cache": 0 if no_kv else parts.kv_cache}
 
     def phase(
-        name: str, engines: dict[str, int], own: int, moving: int = 0, host: int = 0
+        name: str, engines: dict[str, int], own: int, moving: int = kept_bucket, host: int = 0
     ) -> Phase:
         levels = {**engines, "trainer": own, "bucket": moving, "reference_policy": kept}
         # They let go in every phase but their own.

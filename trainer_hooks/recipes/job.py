@@ -99,6 +99,7 @@ async def make_parts(plan: Plan, stack: AsyncExitStack) -> Parts:
         frees = False
     meter = MemoryMeter(handles, pool, recorder)
     transport = _transport(config.transport, pool, meter)
+    meter.add_buckets(lambda: transport.held)
     stack.push_async_callback(transport.close)
     gauges = GenerationGauges(handles, recorder)
     return Parts(

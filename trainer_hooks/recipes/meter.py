@@ -23,6 +23,7 @@ class MeteredShare:
         self._meter = meter
 
     async def offload(self) -> None:
+        await self._meter.sample()  # in a sync: the new weights are there, and the trainer still is
         await self._share.offload()
         await self._meter.sample()
 
@@ -44,15 +45,20 @@ class MemoryMeter:
         self._pool = pool
         self._recorder = recorder
         self._others: dict[str, ReplicaHandle] = {}
+        self._held: Callable[[], int] = lambda: 0
         self._watches: dict[str, dict[str, int]] = {}
 
     def add(self, name: str, handle: ReplicaHandle) -> None:
         """Count an engine that is not the policy's, all of it under ``name``."""
         self._others[name] = handle
 
+    def add_buckets(self, held: Callable[[], int]) -> None:
+        """Count what a transport keeps outside the trainer's pool."""
+        self._held = held
+
     async def sample(self) -> dict[str, int]:
         """Resident bytes by tag, now. A replica that is lost has none: its process is gone."""
-        levels = {"trainer": 0, "weights": 0, "kv_cache": 0, "bucket": 0}
+        levels = {"trainer": 0, "weights": 0, "kv_cache": 0, "bucket": self._held()}
         reports = [self._pool.memory()]
         for handle in list(self._handles):
             with suppress(ReplicaLost):

@@ -232,6 +232,11 @@ def _buckets(config: RunConfig, model: ModelShapes) -> int:
     return one * counts.get(config.transport.name, HALVES)
 
 
+def buckets_stay(config: RunConfig) -> bool:
+    """Whether buckets lie in the memory that engines use, from sync to sync: shm keeps its halves."""
+    return config.transport.name == "shm" and not torch.cuda.is_available()
+
+
 def _written_in_place(rollout: RolloutConfig) -> bool:
     """Whether a sender of this host writes straight into the engine's memory: vLLM's on CPUs, in our pool."""
     pooled = bool(rollout.options.get("enable_sleep_mode", True)) and not torch.cuda.is_available()

@@ -54,6 +54,10 @@ class ShmTransport(Transport):
         self._sender: Sender | None = None
         self._open: ShmOffer | None = None
 
+    @property
+    def held(self) -> int:
+        return 0 if self._sender is None else self._sender.memory.nbytes
+
     async def offer(
         self,
         source: WeightSource,
