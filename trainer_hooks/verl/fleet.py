@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, cast
 
 import msgspec
@@ -27,12 +28,15 @@ from hotbunk.rollout.contract import (
 )
 from hotbunk.rollout.errors import (
     HotbunkError,
+    ReplicaLost,
     SessionError,
     SyncFailed,
     TrainerFailed,
     Unsupported,
 )
+from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.process.messages import encode
+from hotbunk.rollout.status import Health
 from hotbunk.trainer_hooks.verl import sending
 from hotbunk.trainer_hooks.verl.handle import opened
 from hotbunk.trainer_hooks.verl.sending import ADAPTERS, WEIGHTS
@@ -191,15 +195,56 @@ class VerlFleet:
 
     async def abort(self, *, reject: bool) -> None:
         """End what runs everywhere, and hold or turn away what comes, for the caller."""
-        await asyncio.gather(
-            *(
-                handle.pause_generation(PauseMode.ABORT, reject=reject)
-                for handle in self.manager.replicas
-            )
-        )
 
-    async def update(self, step: int | None) -> dict[str, float]:
-        """Bring every replica to the trainer's step; metrics under verl's names.
+        async def abort(handle: ReplicaHandle) -> None:
+            with suppress(ReplicaLost):  # nothing runs there; the next sync starts it anew
+                await handle.pause_generation(PauseMode.ABORT, reject=reject)
+
+        await asyncio.gather(*(abort(handle) for handle in self.manager.replicas))
+
+    async def sleep(self) -> None:
+        """Make room for the trainer. Who died has made room: the next sync starts it anew.
+
+        :raises HotbunkError: one that lives could not.
+        """
+        try:
+            await self.manager.sleep_replicas()
+        except ReplicaLost as error:
+            for status in await self.manager.statuses():
+                if not status.is_sleeping and status.health is not Health.LOST:
+                    raise
+            log.warning("a replica that should sleep is gone: %s", error)
+
+    async def anyone(self) -> None:
+        """:raises ReplicaLost: no replica is left, and what requests wait for comes from one."""
+        found = await self.manager.statuses()
+        if found and all(one.health is Health.LOST for one in found):
+            raise ReplicaLost(
+                "every engine died between two local updates, whose weights no version stands for",
+                where=", ".join(one.name for one in found),
+                remedy="resume from the last checkpoint; with parameter_sync_step=1 engines are replaced",
+            )
+
+    async def heal(self, step: int | None) -> tuple[str, ...]:
+        """Start the lost replicas anew and bring them to ``step``, which the others are at; their names.
+
+        The trainer's ranks hold the weights of that step, and do nothing else meanwhile.
+
+        :raises HotbunkError: one could not be started, or could not be reached.
+        """
+        found = await self.manager.statuses()
+        names = [one.name for one in found if one.health is Health.LOST]
+        if names:
+            log.warning("lost between syncs, and started anew: %s", ", ".join(names))
+            for name in names:
+                await self._restart(name)
+            await self.update(step, names)
+        return tuple(names)
+
+    async def update(
+        self, step: int | None, names: Collection[str] | None = None
+    ) -> dict[str, float]:
+        """Bring every replica (or those named) to the trainer's step; metrics under verl's names.
 
         A replica that a sync did not reach is sent the whole again; one that was lost is started
         anew before. A standalone replica that still serves its older version after that is left to
@@ -209,7 +254,6 @@ class VerlFleet:
         """
         await self.manager.adopt()
         version = version_of(step, self.manager.version)
-        names: list[str] | None = None
         reports: list[SyncReport] = []
         while True:
             try:
@@ -230,7 +274,7 @@ class VerlFleet:
                 names = [one.replica for one in bad]
         return _metrics(reports, len(self.manager.replicas))
 
-    async def _sync(self, version: Version, names: list[str] | None) -> SyncReport:
+    async def _sync(self, version: Version, names: Collection[str] | None) -> SyncReport:
         deadline = self.manager.policy.deadline
         if not self._adapts:
             source, _ = await self._transport.describe(WEIGHTS, deadline)

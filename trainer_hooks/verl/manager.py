@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 from verl.checkpoint_engine.base import CheckpointEngineManager as VerlManager
 from verl.utils.ray_utils import auto_await
 
@@ -23,6 +23,8 @@ from hotbunk.trainer_hooks.verl import sending, settings
 from hotbunk.trainer_hooks.verl.fleet import RankTransport, TrainerRanksCall, VerlFleet, lost
 from hotbunk.trainer_hooks.verl.handle import RayHandle
 from hotbunk.trainer_hooks.verl.replica import HotbunkReplica
+
+RESTART = 300.0  # seconds for an actor to come back and its engine to start
 
 
 class HotbunkManager(VerlManager):  # type: ignore[misc]
@@ -82,6 +84,8 @@ class HotbunkManager(VerlManager):  # type: ignore[misc]
 
         self.fleet = self._loop.run(make)
         self._metrics: dict[str, float] = {}
+        self._step: int | None = None  # of the last sync
+        self._healed = 0  # replicas, since then
 
     def take_metrics(self) -> dict[str, float]:
         """Of the syncs since the last call; the newest of each."""
@@ -89,14 +93,29 @@ class HotbunkManager(VerlManager):  # type: ignore[misc]
         return taken
 
     async def _restart(self, name: str) -> None:
+        """Start a lost replica anew; where its actor died, too, once Ray has started that anew."""
         for replica in self.replicas:
             if replica.name == name:
-                try:
-                    await replica.server_handle.restart.remote()
-                except RayActorError as error:
-                    raise ReplicaLost(f"its server's actor is dead: {error}", where=name) from error
-                return
-        raise lost(name)
+                break
+        else:
+            raise lost(name)
+        error: RayActorError | None = None
+        try:
+            async with asyncio.timeout(RESTART):
+                while True:
+                    try:
+                        await replica.server_handle.restart.remote()
+                        return
+                    except ActorUnavailableError as said:
+                        error = said
+                        await asyncio.sleep(1.0)
+        except (RayActorError, TimeoutError) as said:
+            raise ReplicaLost(
+                f"its server's actor is dead, and did not come back in {RESTART:g} s: {error or said}",
+                where=name,
+                remedy="look for why in Ray's logs (`ray logs`): its node is gone, or has no memory left; "
+                "then resume from the last checkpoint",
+            ) from said
 
     async def _run(self, call: Any) -> Any:
         return await asyncio.to_thread(self._loop.run, call)
@@ -126,7 +145,7 @@ class HotbunkManager(VerlManager):  # type: ignore[misc]
     @auto_await  # type: ignore[untyped-decorator]
     async def sleep_replicas(self) -> None:
         """Make room for the trainer."""
-        await self._run(self.fleet.manager.sleep_replicas)
+        await self._run(self.fleet.sleep)
 
     @auto_await  # type: ignore[untyped-decorator]
     async def wake_up_replicas(self) -> None:
@@ -160,5 +179,20 @@ class HotbunkManager(VerlManager):  # type: ignore[misc]
         :raises SyncFailed: some replica cannot serve, after ``hotbunk.retries``.
         """
         metrics: dict[str, float] = await self._run(lambda: self.fleet.update(global_steps))
+        metrics["checkpoint_engine/healed"] = float(self._healed)
+        self._step, self._healed = global_steps, 0
         self._metrics.update(metrics)
         return metrics
+
+    def heal(self, *, between: bool = False) -> None:
+        """Replace the replicas that died since the last sync. Only while the trainer's ranks are idle.
+
+        ``between``: they do not hold what that sync sent. Then the next one replaces them.
+
+        :raises ReplicaLost: one could not be replaced; or none is left, and none can be before that sync.
+        :raises SyncFailed: one was, and cannot serve.
+        """
+        if between:
+            self._loop.run(self.fleet.anyone)
+        else:
+            self._healed += len(self._loop.run(lambda: self.fleet.heal(self._step)))

@@ -36,6 +36,11 @@ def _where(worker: Any) -> tuple[str, str]:
     return context.get_node_id(), context.get_accelerator_ids()[get_resource_name()][0]
 
 
+def _address(server: Any) -> str:
+    """In an actor: its node's address."""
+    return str(ray.util.get_node_ip_address()).strip("[]")
+
+
 class HotbunkReplica(RolloutReplica):  # type: ignore[misc]
     """See the module. Everything verl asks of a replica goes to its server by verl's own base."""
 
@@ -63,6 +68,7 @@ class HotbunkReplica(RolloutReplica):  # type: ignore[misc]
             name=self.name,
             num_cpus=0,
             max_concurrency=self.max_concurrency,
+            max_restarts=-1,  # it comes back empty: a sync fills it
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=places[0][0], soft=False),
             runtime_env={"env_vars": env},
         )
@@ -70,7 +76,11 @@ class HotbunkReplica(RolloutReplica):  # type: ignore[misc]
         await server.start.remote()
         self.servers = [server]
         self._server_handle = server
-        self._server_address = self.name  # nobody connects to it; verl's balancer needs a name
+        # verl asks a judge by HTTP. Nobody connects to others, and verl's balancer needs a name of them.
+        self._server_address = self.name
+        if self.is_reward_model:
+            host = await server.__ray_call__.remote(_address)
+            self._server_address = await server.listen.remote(host)
 
     def _told(self, kind: str) -> tuple[Any, ServerOptions]:
         config, model = self.config, omega_conf_to_dataclass(self.model_config)

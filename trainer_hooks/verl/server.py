@@ -11,7 +11,8 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,7 +26,7 @@ from hotbunk.rollout.contract import (
     TokenChunk,
     collect,
 )
-from hotbunk.rollout.errors import RequestRejected, SessionError, UsageError, closest
+from hotbunk.rollout.errors import ReplicaLost, RequestRejected, UsageError, closest
 from hotbunk.rollout.handle import ReplicaHandle
 from hotbunk.rollout.process import ProcessHandle, ReplicaSpec
 from hotbunk.rollout.process.messages import encode
@@ -34,6 +35,9 @@ from hotbunk.rollout.process.wire_errors import to_wire
 from hotbunk.rollout.status import Health
 from hotbunk.trainer_hooks.verl.handle import Answer, Introduction, answered
 from hotbunk.trainer_hooks.verl.payloads import payload
+
+if TYPE_CHECKING:
+    from hotbunk.trainer_hooks.verl.listening import Listening
 
 log = logging.getLogger(__name__)
 TOKEN_OUTPUT = "verl.workers.rollout.replica"
@@ -66,6 +70,7 @@ class RolloutServer:
         self.options = msgspec.msgpack.decode(options, type=ServerOptions)
         self._started: ProcessHandle | None = None
         self._steps: int | None = None
+        self._listening: Listening | None = None
 
     async def start(self) -> None:
         """Start the replica.
@@ -83,11 +88,31 @@ class RolloutServer:
     async def restart(self) -> None:
         """Start a lost replica anew, without content: a sync brings it. One that lives is left.
 
+        Ray starts an actor that died anew, too, and then there is no replica yet.
+
         :raises HotbunkError: what kept it from starting.
         """
-        if (await self.replica.status()).health is Health.LOST:
-            await self.replica.close()
+        if self._started is None:
+            await self.start()
+        elif (await self._started.status()).health is Health.LOST:
+            await self._started.close()
             self._started = await process.start(self._spec)
+            if self._listening is not None:
+                self._listening.answer_from(self._started)
+
+    async def listen(self, host: str) -> str:
+        """Answer by HTTP, too, as verl asks its judges; where: ``host:port``. Once.
+
+        :raises HotbunkError: what kept it from listening.
+        """
+        from hotbunk.trainer_hooks.verl.listening import Listening
+
+        options = self.options
+        self._listening = Listening()
+        model = Path(str(self._spec.options["model"]))
+        context = options.prompt_length + options.response_length
+        await self._listening.start(self.replica, host, model, context)
+        return self._listening.address
 
     async def close(self) -> None:
         """End the replica. Idempotent."""
@@ -96,9 +121,9 @@ class RolloutServer:
 
     @property
     def replica(self) -> ReplicaHandle:
-        """The replica. :raises SessionError: it was not started."""
+        """The replica. :raises ReplicaLost: this actor is a dead one's successor, and has none yet."""
         if self._started is None:
-            raise SessionError("the server was not started", where=self._spec.name)
+            raise ReplicaLost("its actor died and was started anew", where=self._spec.name)
         return self._started
 
     # -- for handles --------------------------------------------------------------------------
@@ -139,7 +164,9 @@ class RolloutServer:
         await self.replica.sleep(2 if discards else 1)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Undo sleep, or a part of it."""
+        """Undo sleep, or a part of it. A judge that died is started anew: it loads its weights by itself."""
+        if self.options.deployment is Deployment.COLOCATED:
+            await self.restart()
         if self._sleeps:
             await self.replica.wake_up(tags)
 

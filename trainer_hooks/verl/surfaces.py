@@ -78,6 +78,8 @@ SURFACES: Mapping[str, tuple[str, ...] | None] = {
     f"{_V1}.trainer_base:PPOTrainer._init_resource_pool_mgr": (),
     f"{_V1}.trainer_base:PPOTrainer._consume_sync_metrics": (),
     f"{_V1}.trainer_base:PPOTrainer.on_step_end": (),
+    f"{_V1}.trainer_base:PPOTrainer.on_sample_begin": (),
+    f"{_V1}.replay_buffer:ReplayBuffer._wait_for_next_poll": ("partition_id",),
     f"{_V1}.trainer_sync:PPOTrainerSync": ("config",),
     f"{_V1}.trainer_colocate_async:PPOTrainerColocateAsync": ("config",),
     f"{_V1}.trainer_separate_async:PPOTrainerSeparateAsync": ("config",),

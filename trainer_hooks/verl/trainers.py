@@ -51,6 +51,7 @@ class _Synced:
 
     mode: ClassVar[str]
     checkpoint_manager: Any
+    _between = False  # whether the trainer is between local updates, and no engine has its weights
     pauses: ClassVar[Mapping[str, Any]] = MappingProxyType({"pause": PauseMode.ABORT})
 
     def __init__(self, config: Any) -> None:
@@ -69,6 +70,7 @@ class _Synced:
     def _setup(self) -> None:
         super()._setup()  # type: ignore[misc]
         self.checkpoint_manager = self._ours(self.checkpoint_manager, Deployment.HYBRID)
+        self._look_while_waiting()
 
     def _ours(
         self, manager: Any, deployment: Deployment, pauses: Mapping[str, Any] | None = None
@@ -87,8 +89,34 @@ class _Synced:
             defaults=pauses or self.pauses,
         )
 
+    def _look_while_waiting(self) -> None:
+        """Replace engines that died, whenever verl looks in vain for responses: its trainer ranks wait then.
+
+        A sampler of the user's own, which waits in its own way, has what died replaced by the next sync.
+        """
+        buffer: Any = self.replay_buffer  # type: ignore[attr-defined]
+        waits = getattr(buffer, "_wait_for_next_poll", None)
+        if waits is None:
+            return
+
+        def wait(*args: Any, **kw: Any) -> Any:
+            self._serving.heal(between=self._between)
+            return waits(*args, **kw)
+
+        buffer._wait_for_next_poll = wait
+
+    @property
+    def _serving(self) -> Any:
+        """The manager of the engines that requests go to."""
+        return self.checkpoint_manager
+
+    def on_sample_begin(self) -> None:
+        super().on_sample_begin()  # type: ignore[misc]
+        self._between = self.local_trigger_step > 0  # type: ignore[attr-defined]
+
     def on_step_end(self) -> None:
         super().on_step_end()  # type: ignore[misc]
+        self._between = False
         taken = {**(getattr(self, "_pending_sync_metrics", None) or {})}
         self._pending_sync_metrics = {**taken, **self.checkpoint_manager.take_metrics()}
 
@@ -98,6 +126,11 @@ class HotbunkSync(_Synced, PPOTrainerSync):  # type: ignore[misc]
     """verl's ``sync``: trainer and engines take turns on the same devices."""
 
     mode = "sync"
+
+    def get_llm_client(self) -> Any:
+        from hotbunk.trainer_hooks.verl.client import HotbunkClient
+
+        return self.llm_server_manager.get_client(client_cls=HotbunkClient)
 
 
 @register_trainer("hotbunk_colocate_async")
@@ -128,6 +161,10 @@ class HotbunkSeparateAsync(_Synced, PPOTrainerSeparateAsync):  # type: ignore[mi
         self.standalone_checkpoint_manager = self._ours(
             self.standalone_checkpoint_manager, Deployment.STANDALONE, {"pause": PauseMode.KEEP}
         )
+
+    @property
+    def _serving(self) -> Any:
+        return self.standalone_checkpoint_manager
 
     def get_llm_client(self) -> Any:
         from hotbunk.trainer_hooks.verl.client import HotbunkClient

@@ -183,6 +183,52 @@ def test_vllm_makes_room_for_an_adapter_that_stays_apart(
     assert {key: args[key] for key in ("enable_lora", "max_lora_rank") if key in args} == wanted
 
 
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    "backend, override, wanted",
+    [
+        ("reference", "max_num_batched_tokens=123", {"max_num_batched_tokens": 123}),
+        ("reference", "max_num_seqs=5", {"max_num_seqs": 5, "kv_cache_tokens": 5 * (64 + 16)}),
+        ("reference", "response_length=40", {"kv_cache_tokens": 104 * 256}),
+        ("reference", "load_format=auto", {"load": "disk"}),
+        ("reference", "load_format=dummy", {"load": "empty"}),
+        ("reference", "dtype=bfloat16", {"dtype": "bfloat16"}),
+        ("reference", "enable_prefix_caching=false", {"enable_prefix_caching": False}),
+        ("reference", "engine_kwargs.hotbunk_reference={block_size: 8}", {"block_size": 8}),
+        ("vllm", "gpu_memory_utilization=0.3", {"engine_args.gpu_memory_utilization": 0.3}),
+        ("vllm", "max_num_batched_tokens=123", {"engine_args.max_num_batched_tokens": 123}),
+        ("vllm", "max_num_seqs=5", {"max_num_seqs": 5}),
+        ("vllm", "prompt_length=100", {"max_model_len": 116}),
+        ("vllm", "max_model_len=77", {"max_model_len": 77}),
+        ("vllm", "seed=9", {"seed": 9}),
+        ("vllm", "engine_kwargs.hotbunk_vllm={seed: 8}", {"seed": 8}),
+    ],
+)
+def test_verls_keys_keep_their_meaning(
+    backend: str, override: str, wanted: dict[str, object]
+) -> None:
+    config = composed(
+        "+verl=[grpo,cpu,tiny]",
+        f"{ROLLOUT}.name=hotbunk_{backend}",
+        f"{ROLLOUT}.max_num_seqs=256",
+        f"++{ROLLOUT}.{override}",
+    )
+    rollout = prepared(config, "sync").actor_rollout_ref.rollout
+    model = config.actor_rollout_ref.model
+    OmegaConf.set_struct(model, False)
+    model.local_path = "/x/model"
+    device = "cuda:0" if backend == "vllm" else "cpu"
+    spec = replica_spec(rollout, model, name="r", deployment=Deployment.HYBRID, device=device)
+    for name, value in wanted.items():
+        found: object = spec.options
+        for part in name.split("."):
+            assert isinstance(found, dict)
+            found = found[part]
+        assert found == value, name
+
+
 def test_what_verl_logs_in_a_way_that_raises_is_not_logged() -> None:
     """``info(..., flush=True)`` in verl 0.9.1's separate_async is a TypeError where INFO is on."""
     logger = logging.getLogger("verl.trainer.ppo.v1.trainer_separate_async")

@@ -43,6 +43,43 @@ def test_grpo_learns_through_three_kinds_of_failed_syncs(jobs: ModuleType, asset
         assert re.search(rf"attempt 1: version 0\.{step} .*{came_of_it}", job.output), came_of_it
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "grpo",
+        pytest.param("colocate_async", marks=pytest.mark.slow),
+        pytest.param("separate_async", marks=pytest.mark.slow),
+    ],
+)
+def test_engines_and_servers_die_at_any_time(
+    mode: str, jobs: ModuleType, assets: Path, tmp_path: Path
+) -> None:
+    """An engine in the middle of an answer, then its server's actor, and (where they sleep) one asleep.
+
+    Nobody syncs then: what died is replaced while verl waits for responses, and those go on."""
+    job = jobs.run(
+        assets,
+        f"+verl=[{mode},cpu,tiny]",
+        "+hotbunk.setup=hotbunk_deaths:arm",
+        "actor_rollout_ref.actor.optim.lr=0",  # the async schedules are off-policy
+        steps=6,
+        seconds=800,
+        env={"HOTBUNK_DEATHS": str(tmp_path)},
+    )
+    died = {one.name for one in tmp_path.iterdir()}
+    assert died == {"engine", "actor"} | ({"asleep"} if mode != "separate_async" else set())
+    assert len(job.steps) == 6, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column(ORACLE)) <= EXACT
+    assert job.column("checkpoint_engine/committed") == [1] * 6
+    replaced = (
+        job.column("checkpoint_engine/healed"),
+        job.column("checkpoint_engine/failed_attempts"),
+    )
+    assert sum(map(sum, replaced)) >= len(died), replaced
+
+
 ADAPTER = (
     "actor_rollout_ref.model.lora_rank=4",
     "actor_rollout_ref.model.lora_alpha=8",
@@ -172,3 +209,49 @@ def test_ppo_with_a_critic_and_a_kl_reference(jobs: ModuleType, assets: Path) ->
     assert max(job.column(ORACLE)) <= EXACT
     assert all(loss > 0 for loss in job.column("critic/vf_loss"))
     assert all(kl >= 0 for kl in job.column("actor/kl_loss"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("alone", [False, True], ids=["takes turns", "has a device of its own"])
+def test_a_generative_judge(alone: bool, jobs: ModuleType, assets: Path) -> None:
+    """Actor, critic, judge and engine on one device, validation included; or a judge that never sleeps."""
+    judge, model = "reward.reward_model", Path(__file__).with_name("judging.py")
+    manager = "reward.reward_manager"
+    turns = (
+        f"{manager}.source=importlib",
+        f"{manager}.name=Judging",
+        f"{manager}.module.path={model}",
+        "trainer.val_before_train=true",
+        "data.val_max_samples=4",
+    )
+    apart = (
+        f"{judge}.enable_resource_pool=true",
+        f"{judge}.n_gpus_per_node=1",
+        f"{judge}.nnodes=1",
+        f"{judge}.rollout.free_cache_engine=false",
+        f"reward.custom_reward_function.path={model}",
+        "reward.custom_reward_function.name=judged",
+    )
+    job = jobs.run(
+        assets,
+        "+verl=[ppo,cpu,tiny]",
+        f"{judge}.enable=true",
+        f"{judge}.model_path={assets / 'model'}",
+        f"{judge}.rollout.name=hotbunk_reference",
+        f"{judge}.rollout.tensor_model_parallel_size=1",
+        f"{judge}.rollout.dtype=float32",
+        f"{judge}.rollout.prompt_length=128",
+        f"{judge}.rollout.response_length=16",
+        *(apart if alone else turns),
+        steps=3,
+        seconds=800,
+    )
+    validated = [job.steps.pop(0)] if not alone else []
+    assert len(job.steps) == 3, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column(ORACLE)) <= EXACT
+    assert job.column("checkpoint_engine/committed") == [1] * 3
+    assert "the judge said" in job.output
+    assert all(1 / 7 <= one["val-core/tiny/reward/mean@1"] <= 1 for one in validated)
+    assert all(1 / 7 <= score <= 1 for score in job.column("critic/score/mean"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 import ray
@@ -101,7 +102,9 @@ class Served:
             self.config.response_length,
             adapter=adapter,
         )
-        made = ray.remote(RolloutServer).options(name=server_name(number), num_cpus=0)
+        made = ray.remote(RolloutServer).options(
+            name=server_name(number), num_cpus=0, max_restarts=-1
+        )
         self.actor = made.remote(encode(spec), encode(options))
 
     async def start(self) -> Served:
@@ -294,6 +297,57 @@ async def test_a_lost_engine_is_started_anew_under_the_same_actor(
     await one.actor.restart.remote()
     await one.rollout.update_weights(iter(weights.items()), global_steps=1)
     assert (await one.generate()).token_ids == before
+
+
+async def test_an_actor_that_died_comes_back_and_is_filled(
+    standalone: Served, weights: dict[str, torch.Tensor]
+) -> None:
+    """Ray starts it anew under its handle; until it has an engine again, it is lost."""
+    one = standalone
+    before = (await one.generate()).token_ids
+    pid = ray.get(one.actor.__ray_call__.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+    await until(one, lambda status: status.health is Health.LOST)
+    while True:
+        try:
+            await one.actor.restart.remote()
+            break
+        except ray.exceptions.ActorUnavailableError:
+            await asyncio.sleep(0.1)
+    with pytest.raises(WeightsNotLoaded):
+        await one.generate()
+    await one.rollout.update_weights(iter(weights.items()), global_steps=1)
+    assert (await one.generate()).token_ids == before
+
+
+async def test_a_judge_answers_by_http_and_comes_back_by_itself(served: Any) -> None:
+    """verl's reward loop knows judges by an address. What is asked asleep waits; who died loads its own weights."""
+    one = await served(Deployment.COLOCATED, load_format="auto")
+    address = await one.actor.listen.remote("127.0.0.1")
+    async with aiohttp.ClientSession(f"http://{address}") as client:
+
+        async def ask() -> tuple[int, Any]:
+            said = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+            async with client.post(
+                "/v1/chat/completions", json={"model": "judge", "temperature": 0, **said}
+            ) as answer:
+                return answer.status, (await answer.json()).get("choices", [{}])[0].get("message")
+
+        first = await ask()
+        assert first[0] == 200
+        await one.actor.sleep.remote()
+        assert not sum(arena.resident for arena in (await one.handle.memory()).arenas)
+        asked = asyncio.create_task(ask())
+        async with client.post("/pause") as refused:
+            assert refused.status == 404  # tokens are all that can be had
+        assert not asked.done()
+        await one.actor.wake_up.remote()
+        assert await asked == first
+        pid = ray.get(one.actor.__ray_call__.remote(lambda self: self.replica.pid))
+        os.kill(pid, signal.SIGKILL)
+        await until(one, lambda status: status.health is Health.LOST)
+        await one.actor.wake_up.remote()
+        assert await ask() == first
 
 
 async def test_the_engine_goes_with_its_actor(served: Any) -> None:
