@@ -1,6 +1,6 @@
 """Jobs in which syncs fail at random, in each trainer mode. ``make soak ENGINE=verl`` has many seeds.
 
-HOTBUNK_VERL_SEEDS (1): how many; HOTBUNK_VERL_FIRST_SEED (0): from which one on.
+HOTBUNK_VERL_SEEDS (1): how many; HOTBUNK_VERL_FIRST_SEED (0): from which one on; HOTBUNK_VERL_STEPS (8): of each.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from types import ModuleType
 import pytest
 
 MODES = ("grpo", "colocate_async", "separate_async")
-STEPS = 8
+STEPS = int(os.environ.get("HOTBUNK_VERL_STEPS", "8"))
+SECONDS = 600 + 15 * STEPS
 FIRST = int(os.environ.get("HOTBUNK_VERL_FIRST_SEED", "0"))
 SEEDS = range(FIRST, FIRST + int(os.environ.get("HOTBUNK_VERL_SEEDS", "1")))
 FAULTS = "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.hotbunk_faulty"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(SECONDS + 100)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_job_goes_on_whatever_becomes_of_its_syncs(
@@ -40,7 +41,7 @@ def test_a_job_goes_on_whatever_becomes_of_its_syncs(
         "actor_rollout_ref.rollout.checkpoint_engine.backend=hotbunk_faulty",
         *(f"+{FAULTS}.{kind}={steps}".replace(" ", "") for kind, steps in plan.items()),
         steps=STEPS,
-        seconds=600,
+        seconds=SECONDS,
     )
     assert len(job.steps) == STEPS, f"{plan}\n{jobs.explain(job)}"
     assert job.code == 0, jobs.explain(job)

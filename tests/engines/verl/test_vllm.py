@@ -9,7 +9,6 @@ import pytest
 
 VLLM = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         not VLLM.exists(), reason="make engine-venv ENGINE=vllm makes the other one"
@@ -17,6 +16,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.slow
 def test_taking_turns_with_vllm_in_an_environment_of_its_own(
     jobs: ModuleType, assets: Path
 ) -> None:
@@ -61,6 +61,7 @@ def test_requests_in_flight_live_through_syncs_in_an_environment_of_vllms_own(
     assert job.column("checkpoint_engine/committed") == [1] * 3
 
 
+@pytest.mark.slow
 def test_an_adapter_reaches_vllm_apart_from_its_base(jobs: ModuleType, assets: Path) -> None:
     """Its base is never sent again, and survives the turns; merged weights are another test's."""
     job = jobs.run(
