@@ -26,7 +26,8 @@ _EMPTY_FOR = 3600.0  # seconds after which a directory without a socket is nobod
 
 
 @contextmanager
-def _inside(directory: Path) -> Iterator[str]:
+def inside(directory: Path) -> Iterator[str]:
+    """A path to it that is short enough for a socket's name, however long its own."""
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}"
@@ -39,7 +40,7 @@ def listen(directory: Path | None = None) -> tuple[socket.socket, Path]:
     home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory))
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        with _inside(home) as short:
+        with inside(home) as short:
             listener.bind(f"{short}/new")
             listener.listen(_BACKLOG)
             # Whoever finds the name may take a refused connection for a dead sender.
@@ -96,7 +97,7 @@ async def connect(home: Path) -> socket.socket:
     try:
         if os.stat(home).st_uid != os.geteuid():
             raise TransferFailed(f"{str(home)!r} belongs to another user")
-        with _inside(home) as short:
+        with inside(home) as short:
             await asyncio.get_running_loop().sock_connect(sock, f"{short}/{_NAME}")
     except OSError as error:
         sock.close()
@@ -117,7 +118,7 @@ def sweep(home: Path) -> bool:
         found = os.stat(home)
         if found.st_uid != os.geteuid() or not home.name.startswith(PREFIX):
             return False
-        with _inside(home) as short, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        with inside(home) as short, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             probe.connect(f"{short}/{_NAME}")
     except ConnectionRefusedError:

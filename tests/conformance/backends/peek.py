@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from hotbunk.checkpoint_engine.transports.unix import inside
 from hotbunk.rollout.backends.reference import PRELOAD as _REFERENCE
 from hotbunk.rollout.backends.reference import create as create_reference
 from hotbunk.rollout.contract import Engine, Tag
@@ -143,10 +144,11 @@ def setup() -> None:
 def create(**options: Any) -> Engine:
     """A reference engine with a peephole; its socket is named after its rank."""
     engine = create_reference(**options)
-    path = Path(os.environ[FOLDER]) / os.environ.get(RANK, "0")
-    path.unlink(missing_ok=True)
+    folder, rank = Path(os.environ[FOLDER]), os.environ.get(RANK, "0")
+    (folder / rank).unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
+    with inside(folder) as short:
+        listener.bind(f"{short}/{rank}")
     listener.listen()
     threading.Thread(target=_answer, args=(engine, listener), name="peek", daemon=True).start()
     return engine
@@ -158,9 +160,9 @@ def ask(folder: Path, rank: int, question: Question) -> Answer:
     :raises OSError: nobody is there.
     :raises RuntimeError: it could not be answered.
     """
-    with socket.socket(socket.AF_UNIX) as asking:
+    with inside(folder) as short, socket.socket(socket.AF_UNIX) as asking:
         asking.settimeout(SECONDS)
-        asking.connect(str(folder / str(rank)))
+        asking.connect(f"{short}/{rank}")
         asking.sendall(msgspec.msgpack.encode(question))
         asking.shutdown(socket.SHUT_WR)
         answer = msgspec.msgpack.decode(_read(asking), type=Answer)
