@@ -23,6 +23,7 @@ _WHERE: dict[str, str] = {
     "AsyncMPClient": "v1/engine/core_client.py",
     "CompletionOutput": "outputs.py",
     "EngineArgs": "engine/arg_utils.py",
+    "EngineCoreProc": "v1/engine/core.py",
     "GracefulHTTPError": "exceptions.py",
     "OutputProcessor": "v1/engine/output_processor.py",
     "RequestState": "v1/engine/output_processor.py",
@@ -70,11 +71,13 @@ NEEDED: Surface = {
     "Worker.wake_up": ("tags",),
 }
 
-# What a capability hangs on: without it, it is not declared.
+# What a capability hangs on: without it, it is not declared. A pause of the core alone is only faster.
+CORE_PAUSE = "EngineCoreProc.pause_scheduler"
 KV_ALONE = "Worker.discard"
 ADAPTERS = "WorkerLoRAManager._load_adapter"
 PARTS: Surface = {
     ADAPTERS: ("lora_request",),
+    CORE_PAUSE: ("mode", "clear_cache"),
     KV_ALONE: ("tags",),
     "AsyncLLM.release_kv_cache_memory": (),
     "AsyncLLM.start_draft_weight_update": (),

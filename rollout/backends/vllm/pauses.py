@@ -38,15 +38,20 @@ class Flight(Generic[S]):
     :param llm: gives vLLM's engine, or says that it is dead.
     :param on_silence: told why an engine core that answers no pause or resume is lost, also when
         whoever asked has long given up; None: nobody here can tell.
+    :param idle: pauses an engine that has nothing in flight, by mode and ``clear_cache``; None: as any.
     """
 
     def __init__(
-        self, llm: Callable[[], Any], on_silence: Callable[[str], object] | None = None
+        self,
+        llm: Callable[[], Any],
+        on_silence: Callable[[str], object] | None = None,
+        idle: Callable[[str, bool], Awaitable[object]] | None = None,
     ) -> None:
         self.streams: dict[str, S] = {}
         self.mode: PauseMode | None = None
         self._llm = llm
         self._on_silence = on_silence
+        self._idle = idle
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
@@ -123,8 +128,11 @@ class Flight(Generic[S]):
             await self._stop(PauseMode.KEEP, clear_cache)
 
     async def _stop(self, mode: PauseMode, clear_cache: bool) -> None:
-        pause = self._llm().pause_generation
-        await self._ask(pause(mode=mode.value, clear_cache=clear_cache))
+        pause = self._llm().pause_generation  # also says if it is dead
+        if self._idle is not None and not self.alive():
+            await self._ask(self._idle(mode.value, clear_cache))
+        else:
+            await self._ask(pause(mode=mode.value, clear_cache=clear_cache))
 
     async def _ask(self, asked: Awaitable[object]) -> None:
         """What an engine core does between two steps, or not at all.

@@ -15,6 +15,7 @@ from hotbunk.rollout import errors
 from hotbunk.rollout.backends.vllm import pauses
 from hotbunk.rollout.backends.vllm.engine import VllmEngine
 from hotbunk.rollout.contract import (
+    Cache,
     FinishReason,
     GenerateRequest,
     PauseMode,
@@ -169,30 +170,43 @@ async def test_an_abort_that_aborts_nothing_is_an_error(
 
 
 async def test_every_argument_that_matters_is_passed(
-    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, untied: VllmUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A default of vLLM's that changes must not change what a pause does."""
-    calls: list[tuple[str, dict[str, Any]]] = []
+    """A default of vLLM's that changes must not change what a pause does; idle, it is the core's alone."""
+    calls: list[tuple[str, Any]] = []
 
-    def spy(name: str) -> Any:
-        inner = getattr(engine.llm, name)
+    def spy(owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
 
         async def call(*args: Any, **kwargs: Any) -> Any:
-            assert not args
-            calls.append((name, kwargs))
-            return await inner(**kwargs)
+            assert not (args and kwargs)
+            if name != "call_utility_all_async" or args[0] == "pause_scheduler":
+                calls.append((name, args or kwargs))
+            return await inner(*args, **kwargs)
 
-        return call
+        monkeypatch.setattr(owner, name, call)
 
-    for name in ("pause_generation", "reset_prefix_cache"):
-        monkeypatch.setattr(engine.llm, name, spy(name))
+    running = asyncio.create_task(collect(engine.generate(ask(untied.prompts[0], 900))))
+    await until(lambda: any(s.tokens for s in engine._flight.streams.values()))
+    for name in ("pause_generation", "reset_prefix_cache", "reset_mm_cache"):
+        spy(engine.llm, name)
+    spy(engine.llm.engine_core, "call_utility_all_async")
+    for mode in (PauseMode.KEEP, PauseMode.ABORT):
+        await engine.pause_generation(mode, clear_cache=mode is PauseMode.ABORT)
+    assert (await running).finish_reason is FinishReason.ABORT
     for mode in PauseMode:
         await engine.pause_generation(mode, clear_cache=mode is PauseMode.ABORT)
-    await engine.reset_caches()
+    monkeypatch.setattr(engine._flight, "_idle", None)  # of a vLLM that has no such pause
+    await engine.pause_generation(PauseMode.KEEP, clear_cache=False)
+    await engine.reset_caches([Cache.PREFIX])
     await engine.resume_generation()
     assert calls == [
-        ("pause_generation", {"mode": "abort", "clear_cache": True}),
         ("pause_generation", {"mode": "keep", "clear_cache": False}),
+        ("pause_generation", {"mode": "abort", "clear_cache": True}),
+        ("reset_mm_cache", {}),
+        ("call_utility_all_async", ("pause_scheduler", "abort", True)),
+        ("call_utility_all_async", ("pause_scheduler", "keep", False)),
+        ("call_utility_all_async", ("pause_scheduler", "keep", False)),
         ("pause_generation", {"mode": "keep", "clear_cache": False}),
         ("reset_prefix_cache", {"reset_running_requests": True, "reset_connector": True}),
     ]
