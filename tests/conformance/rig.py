@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from hotbunk.conformance.steps import Steps
@@ -30,6 +30,7 @@ from hotbunk.rollout.contract import (
 from hotbunk.rollout.replica import Replica
 
 E = TypeVar("E", bound=BaseException)
+R = TypeVar("R")
 T = TypeVar("T", bound=MemoryTransfer)
 
 
@@ -121,6 +122,7 @@ class Rig:
         self.notes: list[str] = []
         self.measured: dict[str, list[float]] = {}
         self._requests: list[Running] = []
+        self._begun: list[asyncio.Task[Any]] = []
         self._steps: list[Steps] = []
         self._count = 0
 
@@ -299,6 +301,11 @@ class Rig:
         if self.sees("cached tokens"):
             assert done.cached_tokens == 0, f"{done.cached_tokens} {what}"
 
+    def begin(self, verb: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Start a verb in the background; it is given up with the case, if it has not ended."""
+        self._begun.append(asyncio.create_task(verb))
+        return self._begun[-1]
+
     async def moment(self) -> None:
         """Long enough for an engine that could make a token to have made one."""
         await asyncio.sleep(self.ut.moment)
@@ -342,11 +349,13 @@ class Rig:
         )
 
     async def close(self) -> None:
-        """Stop reading whatever is still read, and let go of sessions."""
+        """Stop reading whatever is still read, give up verbs that were begun, and let go of sessions."""
         requests, self._requests = self._requests, []
-        for request in requests:
-            request.task.cancel()
-        await asyncio.gather(*(r.task for r in requests), return_exceptions=True)
+        begun, self._begun = self._begun, []
+        tasks = [*(request.task for request in requests), *begun]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         while self._steps:
             await self._steps.pop().close()
 

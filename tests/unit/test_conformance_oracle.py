@@ -21,7 +21,8 @@ from hotbunk.conformance.runner import accepted, run, run_case, write_matrix
 from hotbunk.conformance.under_test import UPDATE_POINTS, BackendUnderTest
 from hotbunk.rollout.backends.oracle import OracleEngine, create
 from hotbunk.rollout.backends.oracle.options import ABILITIES
-from hotbunk.rollout.contract import Engine
+from hotbunk.rollout.contract import Engine, PauseMode, Retention
+from hotbunk.rollout.errors import Unsupported
 from hotbunk.rollout.replica import Replica
 
 CASES = all_cases()
@@ -116,6 +117,44 @@ async def test_what_is_undeclared_and_done_all_the_same_is_found(lacking: str) -
     result = await run_case(one, Secretive(unsupported=[lacking]))
     assert result.status is Status.FAIL, result
     assert "Unsupported was to be raised" in result.detail, result.detail
+
+
+VERBS = {
+    "abort": "abort",
+    "adapter": "adapter",
+    "digest": "digest",
+    "partial": "partial",
+    "release": "release",
+    "release_kv_cache": "release_kv_cache",
+    **{f"pause.{mode.value}": f"pause mode {mode.value!r}" for mode in PauseMode},
+    **{f"retention.{r.value}": f"retention {r.value!r}" for r in Retention},
+}
+"""Capabilities, and what the oracle calls them where it refuses."""
+
+
+@pytest.mark.parametrize("lacking", VERBS)
+def test_what_is_declared_and_absent_is_found(lacking: str) -> None:
+    """The engine declares it, and refuses whoever asks: that is no refusal as declared."""
+
+    class Boastful(OracleUnderTest):
+        async def start(self) -> OracleEngine:
+            engine = await super().start()
+
+            def refuse(verb: str, able: bool) -> None:
+                if verb == VERBS[lacking]:
+                    raise Unsupported(verb, "oracle")
+
+            engine._require = refuse  # type: ignore[method-assign]
+            return engine
+
+    concerned = [one.name for one in CASES if lacking in one.capabilities]
+    results = {r.case: r.status for r in run(Boastful(), only=concerned)}
+    assert set(results) == set(concerned)
+    assert set(results.values()) <= {
+        Status.FAIL,
+        Status.PASS,
+    }  # one that tries refusals alone holds
+    assert Status.FAIL in results.values(), results
 
 
 @pytest.mark.anyio

@@ -105,7 +105,7 @@ async def sender_hangs(rig: Rig) -> None:
     """A deadline ends it; status answers meanwhile (B14, H11, N12)."""
     await rig.load(1)
     bad = rig.sender(Hanging, 2, at=-1, bucket_bytes=rig.ut.bucket_sizes[1])
-    sending: asyncio.Task[object] = asyncio.create_task(rig.send(bad, deadline=5 * rig.ut.moment))
+    sending: asyncio.Task[object] = rig.begin(rig.send(bad, deadline=5 * rig.ut.moment))
     await _hanging(bad, sending)
     status = await rig.replica.status()
     assert not status.servable, "half-written weights are called servable"
@@ -119,7 +119,7 @@ async def caller_gives_up(rig: Rig) -> None:
     """Cancelling an update in the middle leaves it DIRTY, not half-trusted."""
     await rig.load(1)
     bad = rig.sender(Hanging, 2, at=-1, bucket_bytes=rig.ut.bucket_sizes[1])
-    sending: asyncio.Task[object] = asyncio.create_task(rig.send(bad))
+    sending: asyncio.Task[object] = rig.begin(rig.send(bad))
     await _hanging(bad, sending)
     sending.cancel()
     await asyncio.wait({sending})

@@ -33,7 +33,7 @@ async def kv_release_drains_first(rig: Rig) -> None:
     """Given time, a KV release waits for what runs, and holds what comes (K1, K2)."""
     await rig.load(1)
     [running] = await rig.caught(rig.ut.prompts[0])
-    releasing = asyncio.create_task(rig.replica.release_kv_cache())
+    releasing = rig.begin(rig.replica.release_kv_cache())
     await asyncio.sleep(0)
     late = rig.submit(rig.ut.prompts[1])
     await releasing
@@ -115,7 +115,7 @@ async def updates_wait_for_what_runs(rig: Rig) -> None:
     """An update without a pause drains first: old requests are all old, new ones all new (H1, H7)."""
     await rig.load(1)
     running = await rig.caught(*rig.ut.prompts[:2])
-    updating = asyncio.create_task(rig.load(2))
+    updating = rig.begin(rig.load(2))
     await asyncio.sleep(0)
     late = rig.submit(rig.ut.prompts[2])
     await updating
@@ -131,7 +131,7 @@ async def resume_waits_for_an_update(rig: Rig) -> None:
     await rig.load(1)
     await rig.replica.pause_generation()
     held = rig.submit(rig.ut.prompts[0])
-    updating = asyncio.create_task(rig.send(rig.transfer(2, bucket_bytes=rig.ut.bucket_sizes[-1])))
+    updating = rig.begin(rig.send(rig.transfer(2, bucket_bytes=rig.ut.bucket_sizes[-1])))
     await asyncio.sleep(0)
     await rig.replica.resume_generation()
     await updating

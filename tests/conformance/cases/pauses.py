@@ -47,7 +47,7 @@ async def pause_wait(rig: Rig) -> None:
     """wait returns when what runs has finished; new requests are held (H4)."""
     await rig.load(1)
     running = await rig.caught(*rig.ut.prompts[:2])
-    pausing = asyncio.create_task(rig.replica.pause_generation(PauseMode.WAIT))
+    pausing = rig.begin(rig.replica.pause_generation(PauseMode.WAIT))
     await rig.pausing()
     late = rig.submit(rig.ut.prompts[2])
     report = await pausing
@@ -106,7 +106,7 @@ async def abort_beats_wait(rig: Rig) -> None:
     """abort during a drain ends it: both calls return (H6)."""
     await rig.load(1)
     [running] = await rig.caught(rig.ut.prompts[0], endless=True)
-    waiting = asyncio.create_task(rig.replica.pause_generation(PauseMode.WAIT))
+    waiting = rig.begin(rig.replica.pause_generation(PauseMode.WAIT))
     await rig.pausing()
     await rig.replica.pause_generation(PauseMode.ABORT)
     await waiting
@@ -149,7 +149,7 @@ async def keep_after_wait_freezes(rig: Rig) -> None:
     """keep during a drain freezes the rest: both calls return, and nothing is lost."""
     await rig.load(1)
     [running] = await rig.caught(rig.ut.prompts[0], endless=True)
-    waiting = asyncio.create_task(rig.replica.pause_generation(PauseMode.WAIT))
+    waiting = rig.begin(rig.replica.pause_generation(PauseMode.WAIT))
     await rig.pausing()
     report = await rig.replica.pause_generation(PauseMode.KEEP)
     await waiting
@@ -182,7 +182,7 @@ async def resume_during_a_drain(rig: Rig) -> None:
     """resume while wait is pending: the pause says so, requests go on, generation is open."""
     await rig.load(1)
     [running] = await rig.caught(rig.ut.prompts[0], endless=True)
-    waiting = asyncio.create_task(rig.replica.pause_generation(PauseMode.WAIT))
+    waiting = rig.begin(rig.replica.pause_generation(PauseMode.WAIT))
     await rig.pausing()
     await rig.replica.resume_generation()
     await expect(SessionError, waiting)

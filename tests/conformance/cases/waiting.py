@@ -101,7 +101,7 @@ async def abort_reaches_held_and_frozen(rig: Rig) -> None:
     await rig.check_golden(1)
 
 
-@case(capability="abort pause.abort")
+@case(capability="pause.abort")
 async def requests_that_end_while_they_are_aborted(rig: Rig) -> None:
     """Short requests finish in the very tick of their abort: nothing hangs, nothing is lost (H2)."""
     await rig.load(1)
