@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+from hotbunk.checkpoint_engine.policy import Outcome
 from hotbunk.cli.sync_drill import run
-from hotbunk.conformance.drill.plan import BUCKET, Fault, How, draw
+from hotbunk.conformance.drill.plan import BUCKET, POINTS, Fault, How, draw
 from hotbunk.conformance.drill.run import TRANSPORTS, Round, drill
-from hotbunk.rollout.contract import PauseMode
+from hotbunk.rollout.contract import Deployment, PauseMode
 
 FAULTS = int(os.environ.get("HOTBUNK_DRILL_FAULTS", "7"))  # more in `make soak`
 
@@ -48,20 +52,38 @@ def test_every_promise_holds(ranks: int, transports: list[str], tmp_path: Path) 
 
 @pytest.mark.anyio
 async def test_a_promise_that_does_not_hold_is_seen() -> None:
-    """Engines that never mark their weights dirty: half-written ones would be served."""
+    """Engines that never mark their weights dirty: half-written ones would be served. And a trainer
+    that leaves something behind."""
     fault = Fault(0, "shm", 0, 0, BUCKET, 1, How.RAISE, PauseMode.ABORT, 64)
     seen: list[Round] = []
-    await drill(
-        [fault],
-        replicas=2,
-        ranks=1,
-        tell=seen.append,
-        setup="hotbunk.conformance.drill.engine:sabotaged",
-    )
+    leaked: list[Any] = []
+
+    def tell(one: Round) -> None:
+        seen.append(one)
+        leaked.append(subprocess.Popen(["sleep", "60"]))
+        leaked.append(socket.socket())
+        leaked.append(os.fdopen(os.memfd_create("leaked"), "wb"))
+
+    try:
+        await drill(
+            [fault],
+            replicas=2,
+            ranks=1,
+            tell=tell,
+            setup="hotbunk.conformance.drill.engine:sabotaged",
+        )
+    finally:
+        leaked[0].kill()
+        leaked[0].wait()
+        for one in leaked[1:]:
+            one.close()
     (one,) = seen
     assert one.outcomes[0] != "poisoned"
     assert any("r0 ended" in text for text in one.broken), one.broken
     assert any("serves other tokens" in text or "other weights" in text for text in one.broken)
+    left = one.broken[-1]
+    assert all(text in left for text in (f"process {leaked[0].pid}", "socket:", "leaked")), left
+    assert left.count(",") == 2, left
 
 
 def test_faults_are_drawn_alike_and_cover_what_there_is() -> None:
@@ -71,3 +93,10 @@ def test_faults_are_drawn_alike_and_cover_what_there_is() -> None:
     assert {fault.how for fault in faults} == set(How)
     assert {fault.replica for fault in faults} == {0, 1, 2}
     assert {fault.rank for fault in faults} == {0, 1}
+    assert {fault.point for fault in faults} == set(POINTS)
+    assert {fault.deployment for fault in faults} == set(Deployment)
+    assert all(fault.at.sleeping in (None, fault.sleeps) for fault in faults)
+    assert set(Outcome) - {*(one for fault in faults for one in fault.allowed())} == {
+        Outcome.IN_DOUBT,
+        Outcome.DEFERRED,
+    }

@@ -40,30 +40,35 @@ def run(
             raise ConfigError(f"there is no fault {only} among {faults}")
     out, err = Console(), Console(stderr=True)
 
+    told: list[int] = []
+
     def tell(one: Round) -> None:
+        told.append(len(one.broken))
         f = one.fault
-        where = f"r{f.replica} rank {f.rank} " if f.point != "source" else ""
-        text = f"{f.number:4d} {f.transport} {where}{f.point}[{f.nth}] {f.how.value}: "
+        where = f"r{f.replica} rank {f.rank} " if f.at.reached else ""
+        text = f"{f.number:4d} {f.transport} {f.deployment} {where}{f.point}[{f.nth}] {f.how}: "
         err.print(text + ", ".join(one.outcomes), highlight=False, soft_wrap=True)
         for broken in one.broken:
             err.print(f"     [red]{broken}[/red]", highlight=False, soft_wrap=True)
 
     rounds = asyncio.run(drill(plan, replicas=replicas, ranks=ranks, tell=tell))
+    for broken in rounds[-1].broken[told[-1] :]:  # known at the end alone
+        err.print(f"     [red]{broken}[/red]", highlight=False, soft_wrap=True)
     out.print(_table(rounds))
     longest = max((one.report for one in rounds if one.report), key=_seconds, default=None)
     if longest is not None:
         out.print(show.table(longest), show.timeline(longest))
-    broken = sum(bool(one.broken) for one in rounds)
+    many = sum(bool(one.broken) for one in rounds)
     out.print(
         f"{len(rounds)} faults, seed {seed}, {replicas} replicas of {ranks} rank(s), simulated "
         f"engines in real processes: "
-        + (f"{broken} with broken promises" if broken else "every promise held"),
+        + (f"{many} with broken promises" if many else "every promise held"),
         highlight=False,
         soft_wrap=True,
     )
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(rounds), indent=1))
-    return 1 if broken else 0
+    return 1 if many else 0
 
 
 def _seconds(report: SyncReport) -> float:

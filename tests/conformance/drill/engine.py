@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from hotbunk.conformance.drill.plan import Fault, How
+from hotbunk.rollout import errors
 from hotbunk.rollout.backends.oracle import FaultPlan, OracleEngine
 from hotbunk.rollout.backends.oracle import create as create_oracle
 from hotbunk.rollout.registry import BACKENDS, register
@@ -55,7 +56,7 @@ class _Drilled(FaultPlan):
 
     async def reach(self, point: str) -> bool:
         fault = self._armed()
-        if fault is None or point != fault.point:
+        if fault is None or point != fault.at.reached:
             return await super().reach(point)
         count = self._reached[fault.number] = self._reached.get(fault.number, 0) + 1
         if count <= fault.nth:
@@ -69,6 +70,8 @@ class _Drilled(FaultPlan):
             self.hangs(point)
         if fault.how is How.RAISE:
             self.raises(point, RuntimeError(f"drill {fault.number}: {point} breaks"))
+        if fault.how is How.FULL:
+            self.raises(point, _no_room(point))
         if fault.how is How.FLIP:
             self.corrupts(point)
         return await super().reach(point)
@@ -78,3 +81,9 @@ class _Drilled(FaultPlan):
             return msgspec.json.decode(self._file.read_bytes(), type=Fault)
         except FileNotFoundError:
             return None
+
+
+def _no_room(point: str) -> errors.MemoryFault:
+    if point == "resume/map":
+        return errors.ResumeOutOfMemory("drilled", 1 << 40, 0)
+    return errors.HostOutOfMemory(1 << 40, 0)

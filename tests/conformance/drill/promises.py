@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 from hotbunk.checkpoint_engine.policy import Outcome, ReplicaOutcome
@@ -23,6 +24,7 @@ from hotbunk.rollout.status import Health
 
 PROMPT = (1, 2, 3, 4)
 TOKENS = 12
+SHUT = 0.2  # seconds; an open engine has ended the request by then
 
 
 def golden(version: Version) -> list[int]:
@@ -64,26 +66,53 @@ def of_stream(
 
 
 async def of_replica(
-    handle: ReplicaHandle, outcome: Outcome, old: Version, new: Version
+    handle: ReplicaHandle, outcome: Outcome, old: Version | None, new: Version, *, asleep: bool
 ) -> list[str]:
-    """Whether a replica is what its outcome says."""
+    """Whether a replica is what its outcome says.
+
+    :param old: what it held before the sync; None: it slept without content.
+    :param asleep: it slept before the sync.
+    """
     broken: list[str] = []
     status = await handle.status()
-    version = status.versions.get(TARGET)
-    serves = {Outcome.COMMITTED: new, Outcome.ROLLED_BACK: old}.get(outcome)
-    if serves is not None:
-        if status.health is not Health.OK or version != serves:
-            broken.append(f"is {status.health.value} at {version}, not ok at {serves}")
-        broken += await _serves(handle, golden(serves))
+    version, health = status.versions.get(TARGET), status.health
+    if outcome is Outcome.COMMITTED:
+        if health is not Health.OK or version != new:
+            broken.append(f"is {health.value} at {version}, not ok at {new}")
+        broken += await _serves(handle, golden(new))
+    elif outcome is Outcome.ROLLED_BACK:
+        if health is not Health.OK or version != old or status.is_sleeping != asleep:
+            how = "asleep" if status.is_sleeping else "awake"
+            broken.append(f"is {health.value}, {how}, at {version}, not as before at {old}")
+        if not asleep:
+            assert old is not None
+            broken += await _serves(handle, golden(old))
+    elif outcome is Outcome.FENCED:
+        if health is not Health.OK or version != new:
+            broken.append(f"is {health.value} at {version}, not fenced at {new}")
+        broken += await _is_shut(handle)
     elif outcome is Outcome.POISONED:
-        if status.health is not Health.POISONED or version is not None:
-            broken.append(f"is {status.health.value} at {version}, not poisoned")
+        if health is not Health.POISONED or version is not None:
+            broken.append(f"is {health.value} at {version}, not poisoned")
         broken += await _serves(handle, None)
     elif outcome is Outcome.LOST:
-        if status.health is not Health.LOST:
-            broken.append(f"is {status.health.value}, not lost")
+        if health is not Health.LOST:
+            broken.append(f"is {health.value}, not lost")
         broken += await _serves(handle, None)
     return broken
+
+
+async def _is_shut(handle: ReplicaHandle) -> list[str]:
+    """Whether a new request waits: for a moment at least, nothing comes."""
+    request = GenerateRequest("drill/shut", PROMPT, Sampling(0.0, max_tokens=TOKENS))
+    asked = asyncio.ensure_future(collect(handle.generate(request)))
+    done, _ = await asyncio.wait([asked], timeout=SHUT)
+    await handle.abort([request.request_id])
+    try:
+        tokens = list((await asked).token_ids)
+    except errors.HotbunkError:
+        tokens = []
+    return ["serves, and is fenced"] if done and tokens else []
 
 
 async def _serves(handle: ReplicaHandle, expected: list[int] | None) -> list[str]:

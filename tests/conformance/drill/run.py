@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,8 +16,8 @@ import torch
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import Outcome, ReleaseKV, SyncPolicy, SyncReport
 from hotbunk.checkpoint_engine.transports.base import Transport
-from hotbunk.conformance.drill import engine, promises
-from hotbunk.conformance.drill.plan import SOURCE, Fault, How
+from hotbunk.conformance.drill import engine, leftovers, promises
+from hotbunk.conformance.drill.plan import LET_GO, SOURCE, Fault, How, When
 from hotbunk.rollout import errors, native
 from hotbunk.rollout.backends.oracle.model import weights_at
 from hotbunk.rollout.binding import dtype_from
@@ -103,9 +102,16 @@ class Drill:
         self.handles: list[ProcessHandle] = []
         self._transports: dict[str, Transport] = {}
 
+    async def warm_up(self) -> None:
+        """What stays of the first replica (a fork server) and store (libuv's own pipe) is no leftover."""
+        await (await self._one(0)).close()
+        if self.backend == engine.WITH_TORCH:
+            from hotbunk.checkpoint_engine.transports.collective.groups import open_store
+
+            open_store("127.0.0.1", 1.0)
+
     async def start(self) -> None:
         """Start every replica."""
-        engine.setup()
         self.handles = [await self._one(n) for n in range(self.replicas)]
 
     async def close(self) -> None:
@@ -137,47 +143,81 @@ class Drill:
             self._transports[name] = load_transport(name)(**options)
         return self._transports[name]
 
-    async def _sync(self, fault: Fault, *, faulty: bool) -> SyncReport:
-        manager = CheckpointEngineManager(
+    def _manager(self, fault: Fault) -> CheckpointEngineManager:
+        return CheckpointEngineManager(
             self.handles,
             self._transport(fault.transport),
-            deployment=Deployment.STANDALONE,
+            deployment=fault.deployment,
             policy=SyncPolicy(
                 pause=fault.pause,
-                release_kv=ReleaseKV.NEVER if fault.number % 2 else ReleaseKV.ALWAYS,
+                release_kv=ReleaseKV.ALWAYS if fault.release_kv else ReleaseKV.NEVER,
                 bucket_bytes=fault.bucket_bytes,
                 deadline=UPDATE,
             ),
         )
+
+    async def _sync(self, fault: Fault, *, faulty: bool) -> SyncReport:
         self.step += 1
         source = _Weights(self.step, fault if faulty else None)
+
+        async def let_go() -> None:
+            if faulty and fault.point == LET_GO:
+                raise RuntimeError(f"drill {fault.number}: the trainer keeps its memory")
+            if faulty:
+                self._arm(fault, When.LET_GO)
+
         try:
-            return await manager.update_weights(source, Version(0, self.step))
+            return await self._manager(fault).update_weights(
+                source, Version(0, self.step), let_go=let_go
+            )
         except errors.SyncFailed as error:
             return cast(SyncReport, error.report)
+
+    def _arm(self, fault: Fault, when: When) -> None:
+        """From now on the point is the drill's, if this is its moment."""
+        if fault.at.reached and fault.at.when is when:
+            path = engine.armed(self.folder, fault.replica, fault.rank)
+            path.with_suffix(".tmp").write_bytes(msgspec.json.encode(fault))
+            path.with_suffix(".tmp").replace(path)
+
+    async def _sleep(self, fault: Fault, result: Round) -> list[bool]:
+        """Put them to sleep, where the deployment does; who sleeps."""
+        self._arm(fault, When.SLEEP)
+        try:
+            await self._manager(fault).sleep_replicas()
+        except errors.HotbunkError as error:
+            if fault.at.when is not When.SLEEP:
+                result.broken.append(f"did not go to sleep: {error}")
+        asleep = [(await handle.status()).is_sleeping for handle in self.handles]
+        for n, sleeps in enumerate(asleep):
+            hit = fault.at.when is When.SLEEP and n == fault.replica
+            if sleeps != fault.sleeps and not hit:
+                result.broken.append(f"r{n} is {'asleep' if sleeps else 'awake'}")
+        return asleep
 
     async def round(self, fault: Fault) -> Round:
         """One fault: a sync through it under traffic, then one that heals."""
         began = time.perf_counter()
         old, new = Version(0, self.step), Version(0, self.step + 1)
         result = Round(fault, [], 0.0, [])
-        if fault.point != SOURCE:
-            path = engine.armed(self.folder, fault.replica, fault.rank)
-            path.with_suffix(".tmp").write_bytes(msgspec.json.encode(fault))
-            path.with_suffix(".tmp").replace(path)
         try:
             async with asyncio.timeout(ROUND):
                 # A drain ends when what runs has ended; other modes cut it off or freeze it.
                 tokens = 60 if fault.pause is PauseMode.WAIT else 400
                 async with self._traffic(tokens) as streams:
+                    asleep = await self._sleep(fault, result)
+                    self._arm(fault, When.SYNC)
                     report = await self._sync(fault, faulty=True)
-                unfired = fault.point != SOURCE and self._disarm(fault)
+                unfired = self._disarm(fault)
                 result.report = report
                 result.outcomes = [one.outcome.value for one in report.outcomes]
                 for n, one in enumerate(report.outcomes):
                     found = list(promises.of_outcome(fault, n, one))
                     found += promises.of_stream(streams[n], (old, new))
-                    found += await promises.of_replica(self.handles[n], one.outcome, old, new)
+                    gone = asleep[n] and fault.deployment is Deployment.HYBRID
+                    found += await promises.of_replica(
+                        self.handles[n], one.outcome, None if gone else old, new, asleep=asleep[n]
+                    )
                     result.broken += [f"r{n} {text}" for text in found]
                 await self._heal(fault, report, result)
                 if unfired:
@@ -207,7 +247,9 @@ class Drill:
             if one.outcome is not Outcome.COMMITTED:
                 result.broken.append(f"r{n} was not healed: {one.outcome.value} {one.error}")
             else:
-                found = await promises.of_replica(self.handles[n], one.outcome, now, now)
+                found = await promises.of_replica(
+                    self.handles[n], one.outcome, now, now, asleep=False
+                )
                 result.broken += [f"r{n}, healed, {text}" for text in found]
 
     @asynccontextmanager
@@ -239,14 +281,16 @@ async def drill(
 ) -> list[Round]:
     """Run the faults one after another; what is left behind at the end is the last round's fault."""
     rounds = []
-    before = _leftovers()
     with tempfile.TemporaryDirectory(prefix="hotbunk-drill-") as folder:
         # Those that need no torch do without it, as engines that are not torch's may.
         needed = any(fault.transport in NEED_TORCH for fault in faults)
         backend = engine.WITH_TORCH if needed else engine.NAME
         doors = Path(folder) / DOORS
         doors.mkdir()
+        engine.setup()
         it = Drill(Path(folder), replicas=replicas, ranks=ranks, setup=setup, backend=backend)
+        await it.warm_up()
+        before = leftovers.look()
         try:
             await it.start()
             for fault in faults:
@@ -254,19 +298,7 @@ async def drill(
                 tell(rounds[-1])
         finally:
             await it.close()
-        left = _leftovers() - before | {f"{DOORS}/{one.name}" for one in doors.iterdir()}
+        left = await leftovers.since(before) + [f"{DOORS}/{one.name}" for one in doors.iterdir()]
     if left and rounds:
         rounds[-1].broken.append(f"left behind: {', '.join(sorted(left))}")
     return rounds
-
-
-def _leftovers() -> set[str]:
-    """Names in shared memory, and open files in memory."""
-    there = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    names = {f"/dev/shm/{name}" for name in there if "hotbunk" in name}
-    fds = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
-    return names | {fd for fd in fds if fd.startswith("/memfd:hotbunk")}
-
-
-def _is_open(fd: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{fd}")
