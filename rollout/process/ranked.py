@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -255,20 +255,25 @@ class RankedEngine(Engine):
         )
 
     async def resume_generation(self) -> None:
-        """In all ranks or in none."""
-        results = await self._results("resume_generation")
+        """In all ranks or in none, also where it is given up because one of them hangs."""
+        calls = self._calls("resume_generation")
+        try:
+            results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        except asyncio.CancelledError:
+            await self._shut(n for n, call in enumerate(calls) if _came_back(call))
+            raise
         failed = {n: r for n, r in enumerate(results) if isinstance(r, BaseException)}
         if failed:
-            shut = verbs.EnginePause(PauseMode.KEEP, clear_cache=False)
-            await asyncio.gather(
-                *(
-                    r.call("pause_generation", shut)
-                    for n, r in enumerate(self._ranks)
-                    if n not in failed
-                ),
-                return_exceptions=True,
-            )
+            await self._shut(n for n in range(len(calls)) if n not in failed)
             raise _at(*_worst(failed))
+
+    async def _shut(self, numbers: Iterable[int]) -> None:
+        """Let these ranks stand still again; nothing is lost by it."""
+        keep = verbs.EnginePause(PauseMode.KEEP, clear_cache=False)
+        await asyncio.gather(
+            *(self._ranks[n].call("pause_generation", keep) for n in numbers),
+            return_exceptions=True,
+        )
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> AbortReport:
         ids = None if request_ids is None else [*request_ids]
@@ -293,12 +298,15 @@ class RankedEngine(Engine):
 
     # -- inside -------------------------------------------------------------------------------
 
-    async def _results(self, verb: str, args: Any = None) -> list[Any]:
-        """What every rank answered or raised, once all have."""
+    def _calls(self, verb: str, args: Any = None) -> list[asyncio.Future[Any]]:
+        """One of every rank, begun."""
         if self._lost:
             raise ReplicaLost(self._lost, remedy="start the replica anew")
-        calls = [asyncio.ensure_future(rank.call(verb, args)) for rank in self._ranks]
-        return list(await asyncio.gather(*calls, return_exceptions=True))
+        return [asyncio.ensure_future(rank.call(verb, args)) for rank in self._ranks]
+
+    async def _results(self, verb: str, args: Any = None) -> list[Any]:
+        """What every rank answered or raised, once all have."""
+        return list(await asyncio.gather(*self._calls(verb, args), return_exceptions=True))
 
     async def _all(self, verb: str, args: Any = None) -> list[Any]:
         results = await self._results(verb, args)
@@ -320,6 +328,10 @@ def _worst(failed: Mapping[int, BaseException]) -> tuple[int, BaseException]:
     """The failure to tell of: that a rank is lost, else that of the lowest rank."""
     lost = {n: e for n, e in failed.items() if isinstance(e, ReplicaLost)}
     return next(iter(sorted((lost or failed).items(), key=lambda item: item[0])))
+
+
+def _came_back(call: asyncio.Future[Any]) -> bool:
+    return call.done() and not call.cancelled() and call.exception() is None
 
 
 def _at(number: int, error: BaseException) -> BaseException:

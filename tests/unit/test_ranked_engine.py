@@ -15,6 +15,7 @@ from hotbunk.conformance.backends.ranks import MAKE, OPENED, LocalRank, offer
 from hotbunk.conformance.transfers import MemoryTransfer, Raising
 from hotbunk.rollout import errors
 from hotbunk.rollout.backends.oracle import Device, FaultPlan, create
+from hotbunk.rollout.backends.oracle.faults import Action, Fault
 from hotbunk.rollout.backends.oracle.model import weights_at
 from hotbunk.rollout.contract import (
     GenerateRequest,
@@ -249,6 +250,22 @@ async def test_no_rank_wakes_on_a_stale_word_h8() -> None:
             assert {r.engine.scheduler.mode for r in ranks} == {None}
             await asyncio.gather(*tasks)
             await replica.check_invariants()
+
+
+@pytest.mark.parametrize("fault", [Fault(Action.RAISE, RuntimeError("broke")), Fault(Action.HANG)])
+async def test_generation_that_one_rank_does_not_resume_is_resumed_in_none(fault: Fault) -> None:
+    """Also where that rank hangs, and the call is given up: the others had long resumed."""
+    plan = FaultPlan()
+    async with ranked(3, faults={1: plan}) as (replica, ranks):
+        await update(replica, 1, 3)
+        await replica.pause_generation()
+        plan.at("resume_generation", fault)
+        with pytest.raises((errors.EngineFailed, errors.DeadlineExceeded)):
+            await replica.resume_generation()
+        assert all(r.engine.scheduler.standing_still for r in ranks)
+        assert {r.engine.scheduler.mode for r in ranks if r is not ranks[1]} == {PauseMode.KEEP}
+        await replica.resume_generation()
+        assert (await ask(replica, "a")).token_ids
 
 
 async def test_a_resume_that_fails_in_one_rank_is_undone_in_the_others() -> None:
