@@ -101,6 +101,8 @@ class Receiver:
         number = 0
         async for bucket in transfer.buckets():
             self.at("bucket", number)
+            if not self.told.get("applies", True):
+                continue
             size = None if bucket.data is None else len(bucket.data)
             for e in intake.check(bucket, size):
                 if bucket.data is not None:

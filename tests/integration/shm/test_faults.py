@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from hotbunk.checkpoint_engine.source import state_dict_source
+from hotbunk.checkpoint_engine.transports.base import Transport
 from hotbunk.checkpoint_engine.transports.shm import ShmTransport
+from hotbunk.rollout import native
 from hotbunk.rollout.contract import Placement, ReceiverLayout, TensorSpec, Ticket, Version
 from hotbunk.rollout.errors import DeadlineExceeded, HotbunkError, TrainerFailed, TransferFailed
 from hotbunk.rollout.registry import open_transfer
@@ -29,6 +31,7 @@ BUCKET = 2048  # bytes: ten buckets
 SMALL = BUCKET // 8  # likewise, where they are in place
 PLACES = ReceiverLayout({n: Placement("float32", (256,), 1024 * int(n)) for n in NAMED})
 IN_PLACE = {"layout": PLACES, "arena": 1024 * 20}
+NOTHING = ((0, []), (0, [0, 0, 0]))  # left of a receiver: descriptors, and of the device
 POINTS = [
     ("open", 0),
     ("accept", 0),
@@ -41,12 +44,20 @@ POINTS = [
 EVERY = list(itertools.product(POINTS, ("raise", "hang", "die"), (False, True)))
 SEED = int(os.environ.get("HOTBUNK_FAULT_SEED", "7"))
 COUNT = int(os.environ.get("HOTBUNK_FAULTS", "8"))  # all of them: 60
-SAMPLE = random.Random(SEED).sample(EVERY, min(COUNT, len(EVERY)))
+# ``ipc`` on the fake device (simulated), which a pure install has not.
+OVER = {"shm": {}, "ipc": {"device": True}} if native.available() else {"shm": {}}
 
 
-async def committed(
-    shm: Any, transport: ShmTransport, process: Any, step: int, **told: Any
-) -> None:
+def sample() -> list[tuple[str, tuple[str, int], str, bool]]:
+    """By seed, another one for each transport; half as many over the second."""
+    found = []
+    for n, over in enumerate(OVER):
+        count = len(EVERY) if len(EVERY) <= COUNT else max(COUNT // (1 + n), 1)
+        found += [(over, *one) for one in random.Random(SEED + n).sample(EVERY, count)]
+    return found
+
+
+async def committed(shm: Any, transport: Transport, process: Any, step: int, **told: Any) -> None:
     """A sync that nothing is wrong with."""
     offer, serving = await shm.offer(transport, NAMED, BUCKET, version=Version(0, step))
     said = await process.tell(offer.tickets[0], **told)
@@ -56,16 +67,27 @@ async def committed(
     await offer.close()
 
 
-@pytest.mark.parametrize("point, kind, in_place", SAMPLE)
+@pytest.fixture
+def between(over: str, request: pytest.FixtureRequest) -> Transport:
+    """The transport of the name ``over``, which must leave nothing behind."""
+    found: Transport = request.getfixturevalue({"shm": "transport", "ipc": "device"}[over])
+    return found
+
+
+@pytest.mark.parametrize("over, point, kind, in_place", sample())
 async def test_one_of_three_fails_and_the_others_commit_b14_n6(
+    over: str,
     point: tuple[str, int],
     kind: str,
     in_place: bool,
-    transport: ShmTransport,
+    between: Transport,
     spawn: Any,
     shm: Any,
 ) -> None:
-    told: dict[str, Any] = IN_PLACE if in_place else {}
+    transport = between
+    told: dict[str, Any] = {**OVER[over], **(IN_PLACE if in_place else {})}
+    if in_place and over == "ipc":
+        told["device_arena"] = True
     processes = [await spawn() for _ in range(3)]
     size = SMALL if in_place else BUCKET
     offer, serving = await shm.offer(transport, NAMED, size, ranks=[1, 1, 1])
@@ -79,7 +101,7 @@ async def test_one_of_three_fails_and_the_others_commit_b14_n6(
     if kind == "raise":
         said = await bad
         assert said["error"] == "TiedMismatch", said
-        assert said["leaked"] == 0
+        assert (said["leaked"], said.get("live", [])) in NOTHING, said
     else:
         async with asyncio.timeout(shm.wait):
             await processes[2].reached.wait()
@@ -91,7 +113,7 @@ async def test_one_of_three_fails_and_the_others_commit_b14_n6(
         shm.resume(processes[2])
         said = await bad
         assert said["error"] in ("TransferFailed", "UpdateRefused"), said
-        assert said["leaked"] == 0
+        assert (said["leaked"], said.get("live", [])) in NOTHING, said
     if kind == "die":
         assert (await bad)["outcome"] == "lost"
         await processes[2].kill()
@@ -173,16 +195,26 @@ async def test_a_rank_that_needs_nothing_does_not_hold_its_replica_up(
         await offer.close()
 
 
-async def test_one_flipped_bit_is_caught_before_the_commit(
-    transport: ShmTransport, spawn: Any, shm: Any
+@pytest.mark.parametrize("over", OVER)
+async def test_what_is_not_whole_is_caught_before_the_commit_b17(
+    over: str, between: Transport, spawn: Any, shm: Any
 ) -> None:
+    """One bit that flips on the way; a receiver that takes every bucket and applies none."""
     process = await spawn()
-    offer, serving = await shm.offer(transport, NAMED, BUCKET)
-    said = await process.tell(offer.tickets[0], flip=9)
-    assert said["error"] == "VerifyFailed"
-    assert "19" in said["text"]
-    await serving
-    await offer.close()
+    for step, (wrong, error, where) in enumerate(
+        [
+            ({"flip": 9}, "VerifyFailed", "19"),
+            ({"applies": False}, "TransferFailed", "20 tensor(s)"),
+        ],
+        1,
+    ):
+        offer, serving = await shm.offer(between, NAMED, BUCKET, version=Version(0, step))
+        said = await process.tell(offer.tickets[0], **OVER[over], **wrong)
+        assert said["error"] == error, said
+        assert where in said["text"]
+        await serving
+        await offer.close()
+    await committed(shm, between, process, 3, **OVER[over])
 
 
 # -- the sender -------------------------------------------------------------------------------
