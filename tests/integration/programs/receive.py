@@ -73,7 +73,7 @@ async def sync(options: dict[str, Any], ticket: Ticket) -> None:
                 for spec in manifest.tensors
             ]
         await transfer.accept(layout)
-        await reach(options, "accept")
+        await reach(options, "accepted")
         contents = [bytearray(size) for size in sizes]
         intake = Intake(manifest, sizes)
         async for bucket in transfer.buckets():
@@ -87,6 +87,7 @@ async def sync(options: dict[str, Any], ticket: Ticket) -> None:
             if options.get("flip") == intake.buckets - 1:
                 contents[bucket.entries[0].index][bucket.entries[0].start] ^= 1
             await reach(options, f"bucket {intake.buckets - 1}")
+        await reach(options, "end")
         intake.finish()
         expected = await transfer.fingerprints()
         await reach(options, "fingerprints")
@@ -98,8 +99,8 @@ async def sync(options: dict[str, Any], ticket: Ticket) -> None:
             ]
             if differing:
                 raise VerifyFailed(differing)
-        await transfer.commit()
         await reach(options, "commit")
+        await transfer.commit()
     except BaseException as error:
         await transfer.abort(error)
         raise
