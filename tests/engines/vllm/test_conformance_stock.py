@@ -49,7 +49,14 @@ BROKEN = {
     "bad_offers_name_the_names": "IncompleteUpdate was to be raised",
 }
 KEPT = ("goldens_of_two_versions", "pause_abort", "golden_after_a_discard_cycle")
-UNSEEN = ("bytes_are_the_ones_sent", "another_rank_fails", "walk_backup", "partial_updates")
+UNSEEN = (
+    "bytes_are_the_ones_sent",
+    "another_rank_fails",
+    "walk_backup",
+    "partial_updates",
+    "a_sender_is_asked_for_each_step_once",
+    "finish_without_start",
+)
 
 
 @pytest.fixture(scope="module")
