@@ -34,7 +34,7 @@ for round in $(seq "${ROUNDS:-1}"); do
             echo "no deployment '$name'; there are: ${!how[*]}" >&2
             exit 2
         fi
-        out="$logs/$round-${name//[^A-Za-z0-9=]/-}"
+        out="$logs/$round-${name//[^A-Za-z0-9]/-}" # no "=": see below
         # shellcheck disable=SC2086 - words
         part "$name $round" "$bin/hotbunk" conformance ${how[$name]} --level "${LEVEL:-all}" \
             --seed "$round" --out "$out"

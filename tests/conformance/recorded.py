@@ -2,9 +2,9 @@
 
     python -m hotbunk.conformance.recorded DOCUMENT [NAME=DIR ...]
 
-``DIR`` is a run's ``--out`` folder, ``NAME`` how the document calls what was tried; a later run of that name
-replaces the earlier. Beside ``x.md`` lies ``x.json`` with all of them; between two marks of ``x.md`` stands
-what is made of it. Without a run, it is only made anew.
+``DIR`` is a run's ``--out`` folder (no ``=`` in it), ``NAME`` how the document calls what was tried; a later
+run of that name replaces the earlier. Beside ``x.md`` lies ``x.json`` with all of them; between two marks of
+``x.md`` stands what is made of it. Without a run, it is only made anew.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if not arguments or any("=" not in one for one in arguments[1:]):
             raise ConfigError("DOCUMENT [NAME=DIR ...] was not what came")
-        pairs = [one.split("=", 1) for one in arguments[1:]]
+        pairs = [one.rsplit("=", 1) for one in arguments[1:]]
         new = [recorded(name, read_matrix(Path(where))) for name, where in pairs]
         write(Path(arguments[0]), new)
     except (HotbunkError, OSError) as error:

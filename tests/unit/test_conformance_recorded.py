@@ -83,8 +83,8 @@ def test_a_later_run_replaces_the_earlier_of_its_name(tmp_path: Path) -> None:
         matrix = matrix_of(described, [result("one", status)], backend="oracle")
         (tmp_path / folder).mkdir()
         write_all(described, matrix, tmp_path / folder)
-        assert main([str(document), f"it={tmp_path / folder}"]) == 0
-    assert [run.passed for run in read_runs(document)] == [("one",)]
+        assert main([str(document), f"TP=2={tmp_path / folder}"]) == 0
+    assert [(run.name, run.passed) for run in read_runs(document)] == [("TP=2", ("one",))]
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,9 @@ def serve(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="Which one: dip, kernels, manager, pool or sync.")],
+    name: Annotated[
+        str, typer.Argument(help="Which one: dip, kernels, manager, pool, sync or vllm.")
+    ],
     json: Annotated[Path | None, typer.Option(help="The file to write the rows into.")] = None,
     md: Annotated[
         Path | None,
