@@ -57,7 +57,7 @@ def names_left(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
 # By this seed the first ones wait for no deadline of a whole sync.
-@pytest.mark.parametrize("replica, rank, phase, how", plans(SOAK or 7, 53))
+@pytest.mark.parametrize("replica, rank, phase, how", plans(SOAK or 7, 452))
 async def test_a_receiver_hit_in_any_phase_takes_down_its_replica_alone(
     kind: str,
     replica: int,
