@@ -109,18 +109,22 @@ def total(metrics: list[Row], name: str) -> float:
 
 
 def test_without_staleness_it_is_the_run_that_takes_turns(tmp_path: Path) -> None:
-    """The same prompts, seeds, tokens, rewards and gradients, over processes and another loss."""
-    beside = run(tmp_path / "beside", "steps=3", "trainer.max_staleness=0")
+    """The same prompts, seeds, tokens, rewards and gradients, over processes and another loss, and
+    whichever way the weights travel."""
     settings = configuration.load(
         [f"out={tmp_path / 'turns'}", *SMALL[:-2], "strict=true", "steps=3"]
     )
     asyncio.run(train(plan_run(settings)))
-    for one, other in zip(beside, rows(tmp_path / "turns"), strict=True):
-        assert one["reward/mean"] == other["reward/mean"]
-        assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-3)
-        assert one["rollout/sample"] == other["rollout/sample"]
-    assert {row["rollout/staleness_max"] for row in beside} == {0}
-    assert {row["rollout/overlap"] for row in beside} == {0}
+    for transport in ("shm", "collective"):
+        beside = run(
+            tmp_path / transport, "steps=3", "trainer.max_staleness=0", f"transport={transport}"
+        )
+        for one, other in zip(beside, rows(tmp_path / "turns"), strict=True):
+            assert one["reward/mean"] == other["reward/mean"]
+            assert one["train/grad_norm"] == pytest.approx(other["train/grad_norm"], rel=1e-3)
+            assert one["rollout/sample"] == other["rollout/sample"]
+        assert {row["rollout/staleness_max"] for row in beside} == {0}
+        assert {row["rollout/overlap"] for row in beside} == {0}
 
 
 @pytest.mark.parametrize(
