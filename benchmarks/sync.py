@@ -45,6 +45,7 @@ PEER_BUCKET = 64 * MIB  # faster for the peer than its default of 512
 # About a billion parameters in bf16: 16 layers, 2048 wide; 2 GiB.
 _LAYER = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048), *[(8192, 2048)] * 3, (2048,)]
 SHAPES_2GIB = [(47_616, 2048), *(_LAYER * 16), (2048,)]
+SIZES: dict[str, list[tuple[int, ...]]] = {"2gib": SHAPES_2GIB, "135m": SHAPES_135M}
 Named = Mapping[str, torch.Tensor]
 
 
@@ -60,7 +61,7 @@ def run(tell: Callable[[str], None]) -> tuple[list[Row], str]:
     torch.set_num_threads(native.threads)
     try:
         rows = []
-        for suffix, shapes in (("2gib", SHAPES_2GIB), ("135m", SHAPES_135M)):
+        for suffix, shapes in SIZES.items():
             tell(suffix)
             named = {f"t{i}": _random(shape) for i, shape in enumerate(shapes)}
             with _Pair(named, native.threads) as pair:

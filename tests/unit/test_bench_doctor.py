@@ -137,6 +137,25 @@ def test_doctor_asks_the_cuda_driver_whether_there_is_a_device(
     assert cuda().usable
 
 
+@pytest.mark.skipif(not native.available(), reason="installed without the native library")
+def test_syncs_are_timed_against_their_peers_and_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every way, with weights of a few kilobytes; each is checked before it is timed."""
+    from hotbunk.benchmarks import sync as bench_sync
+
+    monkeypatch.setattr(bench_sync, "SIZES", {"small": [(64, 33), (7,)]})
+    monkeypatch.setattr(bench_sync, "REPEATS", 1)
+    out = tmp_path / "sync.json"
+    done = CliRunner().invoke(app, ["bench", "sync", "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(out.read_text())
+    ways = ("shm", "onecopy", "shm_verified", "onecopy_verified")
+    assert {f"sync_small_{way}" for way in ways} < {row["name"] for row in rows}
+    assert len(rows) == len({row["name"] for row in rows}) >= 6
+    assert all(row["ours"] > 0 and row["peer"] > 0 and row["unit"] == "GB/s" for row in rows)
+
+
 def test_a_managers_own_time_is_measured_and_its_peer_must_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

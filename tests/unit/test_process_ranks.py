@@ -131,7 +131,7 @@ async def test_a_rank_that_refuses_changes_nothing_and_one_that_fails_poisons(be
     assert done[0].token_ids != golden
 
 
-@pytest.mark.parametrize("phase", ["idle", "generating", "updating", "asleep"])
+@pytest.mark.parametrize("phase", ["idle", "generating", "updating", "asleep", "waking"])
 async def test_a_rank_that_dies_makes_the_replica_lost(begin: Start, phase: str) -> None:
     """Requests of the other ranks end as well, at once, and nobody of them stays."""
     handle = await begin(3)
@@ -143,8 +143,13 @@ async def test_a_rank_that_dies_makes_the_replica_lost(begin: Start, phase: str)
     elif phase == "updating":
         tasks = [asyncio.create_task(update(handle, 1, sender="Hanging", at=0, rank=0))]
         await until(handle, lambda s: s.groups["target"] == "DIRTY")
-    elif phase == "asleep":
+    elif phase in ("asleep", "waking"):
         await handle.sleep(1)
+    if phase == "waking":
+        family[2].suspend()  # until then it does not answer, and the others wait for it
+        tasks = [asyncio.create_task(handle.wake_up())]
+        done, _ = await asyncio.wait(tasks, timeout=0.3)
+        assert not done
     os.kill(family[2].pid, signal.SIGKILL)
     began = time.monotonic()
     results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -193,16 +198,20 @@ async def test_a_rank_that_does_not_start_is_named_h14(begin: Start, tmp_path: P
         "import os, time\n"
         "def second():\n"
         "    if os.environ.get('HOTBUNK_RANK') == '1': time.sleep(100)\n"
+        "def killed():\n"
+        "    if os.environ.get('HOTBUNK_RANK') == '1': os.kill(os.getpid(), 9)\n"
         "def dies():\n"
         "    if os.environ.get('HOTBUNK_RANK') == '1': os._exit(9)\n"
     )
     elsewhere: dict[str, Any] = {"python": sys.executable, "env": {"PYTHONPATH": str(tmp_path)}}
-    hurried = Deadlines(start=3.0, grace=2.5)
+    hurried = Deadlines(start=6.0, grace=2.5)  # the others must be there by then
     with pytest.raises(errors.DeadlineExceeded, match="rank 1") as late:
         await begin(3, setup="slow:second", deadlines=hurried, **elsewhere)
     assert "ready were the ranks 0, 2, and not 1" in str(late.value)
     with pytest.raises(errors.EngineFailed, match=r"rank 1.*exit code 9"):
         await begin(3, setup="slow:dies", **elsewhere)
+    with pytest.raises(errors.EngineFailed, match=r"rank 1.*SIGKILL"):
+        await begin(3, setup="slow:killed", **elsewhere)
 
 
 async def test_options_are_checked_once_for_all(begin: Start) -> None:
