@@ -182,17 +182,20 @@ class Group:
 
 def _finish(work: Any, seconds: float, backend: str) -> None:
     """Wait for a piece of work. :raises RuntimeError: it failed, or was not done in time."""
-    if backend == "gloo":
-        work.wait(timedelta(seconds=seconds))
-        return
-    # A wait of these backends only orders streams, and cannot end by itself.
-    until = time.monotonic() + seconds
-    while not work.is_completed():
-        if time.monotonic() > until:
-            raise RuntimeError(f"not done within {seconds:g} s")
-        time.sleep(_LOOK)
-    work.wait()
-    torch.accelerator.synchronize()
+    try:
+        if backend == "gloo":
+            work.wait(timedelta(seconds=seconds))
+            return
+        # A wait of these backends only orders streams, and cannot end by itself.
+        until = time.monotonic() + seconds
+        while not work.is_completed():
+            if time.monotonic() > until:
+                raise RuntimeError(f"not done within {seconds:g} s")
+            time.sleep(_LOOK)
+        work.wait()
+        torch.accelerator.synchronize()
+    finally:
+        del work  # the traceback of what is raised would keep the group's connections
 
 
 def _gloo(store: Store, rank: int, size: int, seconds: float, address: str) -> Any:

@@ -114,6 +114,7 @@ class CollectiveOffer(WalkingOffer[GroupLink]):
                 init = partial(group.init, self._transport.address, store_port, seconds)
                 loop = asyncio.get_running_loop()
                 building.append(loop.run_in_executor(group.executor, init))
+                building[-1].add_done_callback(_seen)
         for one in building:  # each ends by itself, a little after its deadline at worst
             if not await party.wait(asyncio.wait({one}), seconds + self.stall):
                 raise DeadlineExceeded("building a group", seconds)
@@ -174,6 +175,7 @@ class CollectiveOffer(WalkingOffer[GroupLink]):
         data = link.halves[due.number % HALVES][: due.used]
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(group.executor, group.broadcast, data, self.stall)
+        work.add_done_callback(_seen)
         if not await link.party.wait(asyncio.wait({work}), self.stall * 2):
             raise TransferFailed(f"a broadcast hangs (bucket {due.number})")
         try:
@@ -186,3 +188,9 @@ class CollectiveOffer(WalkingOffer[GroupLink]):
         for party in self.parties:
             if not party.committed:
                 self._transport.forget(party)
+
+
+def _seen(work: asyncio.Future[None]) -> None:
+    """Nobody waits any more for the work of a replica that left; how it ended is no news."""
+    if not work.cancelled():
+        work.exception()
