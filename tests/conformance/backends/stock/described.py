@@ -81,7 +81,7 @@ class StockUnderTest(ReferenceUnderTest):
         await replica.reset_caches()
 
     async def steps(self, replica: Replica) -> Steps:
-        raise not_part("an update in steps (a reload is one call)")
+        raise Unseen("its steps, if any, are for senders of its own; a reload is one call")
 
     def publish(self, tensors: Tensors) -> Path:
         """A model directory with these tensors.
