@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,10 +18,16 @@ from typing import Any
 import psutil
 import pytest
 
+pytest.importorskip("torch")
+
+from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
+from hotbunk.checkpoint_engine.policy import SyncPolicy
+from hotbunk.conformance.backends.oracle_pool import TensorWeights
 from hotbunk.conformance.tickets import ticket
 from hotbunk.rollout import errors
 from hotbunk.rollout.contract import (
     Completion,
+    Deployment,
     FinishReason,
     GenerateRequest,
     PauseMode,
@@ -31,6 +38,7 @@ from hotbunk.rollout.contract import (
 )
 from hotbunk.rollout.process import ProcessHandle, shutdown, start, start_replica
 from hotbunk.rollout.process.launch import _servers
+from hotbunk.rollout.registry import load_transport
 from hotbunk.rollout.status import Deadlines, Health
 
 pytestmark = pytest.mark.anyio
@@ -379,15 +387,23 @@ async def test_a_broken_message_to_the_engine_ends_the_engine() -> None:
     await handle.close()
 
 
-async def test_killed_at_random_moments_it_leaves_nothing() -> None:
-    """kill -9, wherever it is: starting, generating, paused, updating, asleep. Twenty times."""
+async def test_killed_at_random_moments_it_leaves_nothing(tmp_path: Path) -> None:
+    """kill -9, wherever it is: starting, generating, paused, asleep, updating from a ticket of its
+    own, or in a manager's sync over shm or disk. Twenty times; the transports live through it."""
+    transports: dict[str, Any] = {
+        "shm": load_transport("shm")(directory=tmp_path, stall=2.0),
+        "disk": load_transport("disk")(root=tmp_path / "published", stall=2.0),
+    }
     seed = random.Random(2026).randrange(1 << 30)
+    begun: Counter[str] = Counter()
     for round_ in range(KILLS):
         draw = random.Random(f"{seed}/{round_}")
         handle = await started(f"r{round_}", options={"step_time": 0.0005})
         streams = [read(handle, f"s{n}", 400) for n in range(draw.randint(0, 4))]
-        work = asyncio.create_task(restless(handle, draw))
-        await asyncio.sleep(draw.uniform(0.0, 0.08))
+        way = (*transports, "")[round_ % 3]
+        new = partial(sync, handle, transports[way]) if way else partial(update, handle)
+        work = asyncio.create_task(restless(handle, draw, new, begun, way))
+        await asyncio.sleep(draw.uniform(0.0, 0.2 if way else 0.08))
         os.kill(handle.pid, signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(errors.ReplicaLost):
@@ -396,9 +412,15 @@ async def test_killed_at_random_moments_it_leaves_nothing() -> None:
             lost = (done.finish_reason, done.retryable) == (FinishReason.ABORT, True)
             assert lost or done.finish_reason is FinishReason.LENGTH
         assert (await handle.status()).health is Health.LOST
-        assert time.monotonic() - began < 2.0, f"round {round_}"
+        assert time.monotonic() - began < 3.0, f"round {round_}"
         await handle.close()
         assert not psutil.pid_exists(handle.pid)
+    assert all(begun[way] for way in ("shm", "disk", "")), begun
+    for way, transport in transports.items():  # nobody of the dead is in the way of the next one
+        handle = await started(way)
+        await sync(handle, transport, 1)
+        await handle.close()
+        await transport.close()
 
 
 async def update(handle: ProcessHandle, step: int) -> Any:
@@ -407,13 +429,35 @@ async def update(handle: ProcessHandle, step: int) -> Any:
     return await handle.update_weights(told, version=version)
 
 
-async def restless(handle: ProcessHandle, draw: random.Random) -> None:
-    """Verb after verb, until one says that the replica is lost."""
+async def sync(handle: ProcessHandle, transport: Any, step: int) -> Any:
+    """As a trainer does it, weights of all groups in small buckets."""
+    manager = CheckpointEngineManager(
+        [handle],
+        transport,
+        deployment=Deployment.STANDALONE,
+        policy=SyncPolicy(bucket_bytes=64, deadline=5.0),
+    )
+    return await manager.update_weights(TensorWeights(step), Version(0, step))
+
+
+async def restless(
+    handle: ProcessHandle,
+    draw: random.Random,
+    new: Callable[[int], Any],
+    begun: Counter[str],
+    way: str,
+) -> None:
+    """Verb after verb, until one says that the replica is lost. ``new`` brings weights of a step."""
+
+    async def brought(step: int) -> Any:
+        begun[way] += 1
+        return await new(step)
+
     step = 0
     while True:
         step += 1
         verbs: list[Callable[[], Any]] = [
-            partial(update, handle, step),
+            *[partial(brought, step)] * (6 if way else 1),  # a sync may take the longest
             lambda: handle.sleep(draw.choice([1, 2])),
             handle.wake_up,
             lambda: handle.pause_generation(draw.choice(list(PauseMode)), deadline=0.05),
