@@ -77,8 +77,8 @@ async def test_a_receiver_hit_in_any_phase_takes_down_its_replica_alone(
     before = programs("crew").open_files()
     transport = load_transport(kind)(**options_of(kind, tmp_path / "root"))
     ranks = [2, 1]
-    # Who has taken every bucket may check them for as long as the sync has.
-    waits = how == "stop" and phase in ("end", "fingerprints", "commit")
+    # Who has not accepted, or has taken every bucket, has as long as the sync.
+    waits = how == "stop" and phase in ("open", "end", "fingerprints", "commit")
     for step, fault in ((1, True), (2, False)):
         named = weights.simple(step)
         source = state_dict_source(named)
