@@ -90,9 +90,11 @@ class Receiver:
         if self.device is not None:
             shared = self.device.export()
             handle = ArenaHandle("fake", shared.nbytes, shared.fd)
-        in_place = await transfer.accept(self.layout, handle)
-        if shared is not None:
-            os.close(shared.fd)
+        try:
+            in_place = await transfer.accept(self.layout, handle)
+        finally:
+            if shared is not None:
+                os.close(shared.fd)
         sizes = self.sizes(manifest)
         content = [bytearray(n) for n in sizes]
         intake = Intake(manifest, sizes)
