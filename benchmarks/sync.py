@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
@@ -22,6 +23,7 @@ from statistics import median
 from typing import Any, Self
 
 import msgspec
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -41,6 +43,7 @@ from hotbunk.rollout.memory import NativePool
 MIB = 1 << 20
 REPEATS = 5
 BUCKET = 32 * MIB  # ours; 16 to 64 are alike, smaller ones cost a message each
+_IDLE = 0.05  # of all processors' time
 PEER_BUCKET = 64 * MIB  # faster for the peer than its default of 512
 # About a billion parameters in bf16: 16 layers, 2048 wide; 2 GiB.
 _LAYER = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048), *[(8192, 2048)] * 3, (2048,)]
@@ -152,6 +155,7 @@ class _Pair:
             self._check(name, way)
         if vllm_reload.installed():
             peers["vLLM's reload_weights"] = self._vllm()
+        _quiet()  # Ray's daemons and a vLLM are still starting
         calls = [*ways.values(), *peers.values(), limit.run]
         seconds = in_turns(calls, REPEATS)
         rates = [[self.nbytes / s / 1e9 for s in each] for each in seconds]
@@ -286,6 +290,24 @@ class _Pair:
         self._ask("ray", address=self._ray_address)
         self._pipe.send([ray.cloudpickle.dumps(ref) for ref in refs])
         _answer(self._pipe)
+
+
+def _quiet(seconds: float = 60.0) -> None:
+    """Wait until the processors are idle, or as many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        busy, whole = _processors()
+        time.sleep(1.0)
+        busy_then, whole_then = _processors()
+        if busy_then - busy <= _IDLE * (whole_then - whole):
+            return
+
+
+def _processors() -> tuple[float, float]:
+    """Seconds of all processors since the start: at work, and in all."""
+    times = psutil.cpu_times()
+    whole = sum(times[:8])  # what guests had is in it already
+    return whole - times.idle - times.iowait, whole
 
 
 def _answer(pipe: Connection) -> None:

@@ -1,8 +1,8 @@
 """A trainer's process: a manager over servers. Reads one JSON object from its arguments.
 
 ``urls``; ``models``: whose weights, a step each from the newest one on; ``at``: of the last of them, hang
-before that tensor (-1: nowhere). Says ``{"adopted": ...}``, a ``{"synced": ...}`` each, and stays until
-it is killed.
+before that tensor (-1: nowhere). Says ``{"adopted": ...}``, a ``{"synced": ...}`` each, after which it waits for a line
+before the next step, and stays until it is killed.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ async def main(urls: list[str], models: list[str], at: int) -> None:
         source = Hanging(SafetensorsSource(Path(model)), at if number == len(models) else -1)
         await manager.update_weights(source, version)
         say(synced=str(version))
+        await asyncio.to_thread(sys.stdin.readline)
     await asyncio.sleep(3600)
 
 

@@ -34,7 +34,10 @@ class Trainer:
 
     def __init__(self, **told: Any) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), json.dumps(told)], stdout=subprocess.PIPE, text=True
+            [sys.executable, str(PROGRAM), json.dumps(told)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     async def says(self, what: str) -> Any:
@@ -44,11 +47,18 @@ class Trainer:
         assert what in line, f"it said {line!r}"
         return json.loads(line)[what]
 
+    def go_on(self) -> None:
+        """With the next step: its sync would cut off what is served in the meantime."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 @pytest.fixture
@@ -92,6 +102,7 @@ async def test_a_killed_manager_is_replaced_and_its_server_never_stopped_serving
         assert continued == Version(synced.incarnation, synced.step + 1)
         assert await serving() == (continued, [model])
         # Killed in the middle of a sync, with bytes on their way: nobody serves half of it.
+        second.go_on()
         assert await second.says("hangs") == 9
         second.kill()
         for _ in range(500):
