@@ -15,7 +15,7 @@ from hotbunk.conformance.runner import accepted, run_case
 from hotbunk.rollout.errors import ConfigError
 from hotbunk.trainer_hooks.recipes.models import build_tiny
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
 CASES = [pytest.param(one, id=one.name) for one in all_cases(Level.SMOKE)]
 
 
@@ -39,6 +39,7 @@ async def test_two_engine_cores(one: Case, copied: VllmUnderTest) -> None:
     await _check(one, copied)
 
 
+@pytest.mark.slow
 async def test_a_model_that_a_user_brings(tmp_path: Path) -> None:
     """Its versions are that model with noise; it is read, and not changed."""
     tiny = build_tiny(tmp_path / "tiny", **TINY)  # type: ignore[arg-type]

