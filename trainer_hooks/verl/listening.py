@@ -52,5 +52,5 @@ class Listening:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def answer_from(self, replica: ReplicaHandle) -> None:
-        """The replica's successor."""
+        """The replica's successor. Without control routes, as here, nothing else of the server knows a replica."""
         self._plane.replica = replica

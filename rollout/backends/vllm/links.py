@@ -24,6 +24,9 @@ from hotbunk.rollout.process.spec import RANK, ReplicaSpec
 
 _PREFIX = "hotbunk-vllm-"
 _SOCKETS = "VLLM_RPC_BASE_PATH"
+_LONGEST = 107  # bytes of a socket's name, by sockaddr_un
+_NAME = 40  # of one of vLLM's own in our folder: a UUID
+_ELSEWHERE = "/tmp"  # where the usual place has too long a name
 CONNECT = 30.0  # seconds for a worker that was told where, to come
 
 
@@ -62,7 +65,7 @@ class Links:
 
     def __init__(self, grid: Grid) -> None:
         _sweep()
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))  # 0700
+        self.folder = _folder()
         listeners = []
         for number in range(grid.size):
             listener = socket.socket(socket.AF_UNIX)
@@ -95,9 +98,19 @@ class Links:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _folder() -> Path:
+    """A new one, for its owner alone (0700), in which a socket's name is not too long."""
+    made = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    if len(os.fsencode(made)) + _NAME <= _LONGEST:
+        return made
+    made.rmdir()
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_ELSEWHERE))
+
+
 def _sweep() -> None:
     """Remove what processes left here that were killed."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
-        pid = path.name.removeprefix(_PREFIX).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(path, ignore_errors=True)
+    for place in {tempfile.gettempdir(), _ELSEWHERE}:
+        for path in Path(place).glob(f"{_PREFIX}*-*"):
+            pid = path.name.removeprefix(_PREFIX).partition("-")[0]
+            if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(path, ignore_errors=True)
