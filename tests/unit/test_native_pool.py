@@ -170,8 +170,11 @@ def test_200_cycles_leave_handles_descriptors_and_maps_as_they_were_m9(device: D
 
 
 @pytest.mark.parametrize("size", [4 * MIB, 64 * MIB])
-def test_200_cycles_on_the_host_leave_rss_and_maps_flat_m9_m16(tmp_path: Path, size: int) -> None:
-    pool = HostPool(tmp_path)
+@pytest.mark.parametrize("driver", ["host", "shared"])
+def test_200_cycles_on_the_host_leave_rss_and_maps_flat_m9_m16(
+    tmp_path: Path, driver: str, size: int
+) -> None:
+    pool = NativePool(driver, backup_dir=tmp_path)
     arena = pool.arena("weights", size)
     arena.add("w", 4096, Survival.STATE)
     rss, maps = [], []
