@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -39,6 +40,24 @@ class Stepping:
         async with asyncio.timeout(20):
             while not true():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
+
+    @asynccontextmanager
+    async def gathering(self, count: int) -> AsyncIterator[None]:
+        """Requests sent here come to the engine together: its first step has as many as it has slots."""
+        thread = self.target.backend._thread
+        idle, go = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            idle.set()
+            assert go.wait(20), "the requests did not come"
+
+        waiting = thread.call(wait)
+        await self.until(idle.is_set)
+        yield
+        await self.until(lambda: len(thread._commands) == count)
+        go.set()
+        await waiting
+        await self.until(lambda: self.begun == 1)
 
     async def inside(self, number: int) -> None:
         """Let steps end until the engine is in the middle of that one."""
@@ -95,9 +114,8 @@ def cut(kit: Any, model: Any, done: Completion, number: int, count: int) -> None
 async def busy(stepping: Make, kit: Any, count: int = 12) -> Any:
     """A replica in the middle of its sixth step, all slots taken."""
     target, steps = await stepping()
-    running = ask(kit, target, count)
-    await steps.until(lambda: steps.begun == 1)
-    await steps.until(lambda: len(target._gate.entries) == count)
+    async with steps.gathering(count):
+        running = ask(kit, target, count)
     await steps.inside(6)
     status = await target.status()
     assert len(status.backend.running) == SLOTS
@@ -221,11 +239,11 @@ async def test_finish_and_abort_in_one_tick_h2(tiny: Any, kit: Any, stepping: Ma
     """The step in progress makes the last token while its request is aborted or paused away."""
     target, steps = await stepping()
     prompts = kit.prompts(3, shortest=4, longest=12)
-    tasks = [
-        asyncio.create_task(kit.complete(target, p, 3, name=f"q{n}")) for n, p in enumerate(prompts)
-    ]
-    await steps.until(lambda: steps.begun == 1)
-    await steps.until(lambda: len(target._gate.entries) == 3)
+    async with steps.gathering(3):
+        tasks = [
+            asyncio.create_task(kit.complete(target, p, 3, name=f"q{n}"))
+            for n, p in enumerate(prompts)
+        ]
     await steps.inside(3)  # at least one has its last token in this step
     aborting = asyncio.create_task(target.abort(["q0", "q1"]))
     pausing = asyncio.create_task(target.pause_generation(PauseMode.ABORT))
