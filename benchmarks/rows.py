@@ -34,14 +34,23 @@ class Row(msgspec.Struct, frozen=True):
     peer_is: str = ""
 
 
-def in_turns(calls: Iterable[Callable[[], object]], repeats: int = REPEATS) -> list[list[float]]:
-    """Seconds of each call, ``repeats`` times, in turns, so that a busy moment hits all of them."""
+def in_turns(
+    calls: Iterable[Callable[[], object]],
+    repeats: int = REPEATS,
+    *,
+    before: Callable[[], object] = lambda: None,
+) -> list[list[float]]:
+    """Seconds of each call, ``repeats`` times, in turns, so that a busy moment hits all of them.
+
+    :param before: called before each, and not timed.
+    """
     calls = list(calls)
     for call in calls:
         call()
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats):
         for call, taken in zip(calls, seconds, strict=True):
+            before()
             began = time.perf_counter()
             call()
             taken.append(time.perf_counter() - began)

@@ -42,7 +42,7 @@ from hotbunk.rollout.memory import NativePool
 
 MIB = 1 << 20
 REPEATS = 5
-BUCKET = 32 * MIB  # ours; 16 to 64 are alike, smaller ones cost a message each
+BUCKET = 32 * MIB  # ours, the default; `shm` packs less where that fits the cache
 _IDLE = 0.05  # of all processors' time
 PEER_BUCKET = 64 * MIB  # faster for the peer than its default of 512
 # About a billion parameters in bf16: 16 layers, 2048 wide; 2 GiB.
@@ -155,9 +155,9 @@ class _Pair:
             self._check(name, way)
         if vllm_reload.installed():
             peers["vLLM's reload_weights"] = self._vllm()
-        _quiet()  # Ray's daemons and a vLLM are still starting
         calls = [*ways.values(), *peers.values(), limit.run]
-        seconds = in_turns(calls, REPEATS)
+        # Ray's daemons are still starting, and free what they held after each of its turns.
+        seconds = in_turns(calls, REPEATS, before=_quiet)
         rates = [[self.nbytes / s / 1e9 for s in each] for each in seconds]
         top = median(rates.pop())
         others = dict(zip(peers, rates[len(ways) :], strict=True))
@@ -297,7 +297,7 @@ def _quiet(seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         busy, whole = _processors()
-        time.sleep(1.0)
+        time.sleep(0.5)
         busy_then, whole_then = _processors()
         if busy_then - busy <= _IDLE * (whole_then - whole):
             return

@@ -65,9 +65,7 @@ class Weights:
             assert self.arena.fd is not None
             handle = ArenaHandle("file", self.arena.size, self.arena.fd)
         assert await transfer.accept(ReceiverLayout(self.layout), handle) == in_place
-        async for bucket in transfer.buckets():
-            if bucket.data is not None:
-                await asyncio.to_thread(self.write, bucket)
+        await transfer.take(self.write)
         sent = await transfer.fingerprints()
         if sent:
             names = list(sent)

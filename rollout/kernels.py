@@ -105,12 +105,20 @@ class CopyPlan:
     :param pairs: ``(target, source)`` with as many elements each; targets are contiguous. Element
         types may differ: f32, bf16 and f16 are cast by rounding to nearest even, with denormals
         kept, others as torch does it.
+    :param cached: on the host, writes stay in the cache, however large: for targets that are read
+        next, and fit (:attr:`~hotbunk.rollout.native_kernels.Kernels.cache`).
     :raises KernelFailed: a pair that does not fit together.
 
     The plan holds the tensors. It must not be run while their memory is released.
     """
 
-    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        cached: bool = False,
+    ) -> None:
+        self._cached = cached
         self._pairs = list(pairs)
         self._by_torch: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tables: dict[torch.device, array[int]] = {}
@@ -159,7 +167,7 @@ class CopyPlan:
             found = _native_for(device)
             assert found is not None, "it was there when the plan was made"
             kernels, run = found
-            kernels.copy_many(table, run)
+            kernels.copy_many(table, run, cached=self._cached)
         for target, source in self._by_torch:
             fallbacks.copy(target.detach().reshape(-1), materialized(source).reshape(-1))
 

@@ -22,7 +22,7 @@ from hotbunk.rollout.native_kernels import Kernels
 
 __all__ = ["ABI_VERSION", "Native", "NativeUnavailable", "available", "load", "path"]
 
-ABI_VERSION: Final = 3
+ABI_VERSION: Final = 4
 """``HB_ABI_VERSION`` of csrc/include/hotbunk.h that this file was written against."""
 
 _FILE_NAME: Final = (

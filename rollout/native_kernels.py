@@ -7,15 +7,18 @@ alive is the caller's business.
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_int32, c_int64, c_uint64, c_void_p
 from enum import IntEnum
 from typing import Final
 
 from hotbunk.rollout.errors import KernelFailed
 
-__all__ = ["KV", "Code", "DType", "Kernels", "Run", "Variant", "bind", "copy_entry"]
+__all__ = ["KV", "Code", "DType", "Kernels", "Run", "Variant", "beside", "bind", "copy_entry"]
 
 
 class Code(IntEnum):
@@ -56,7 +59,7 @@ class Run(ctypes.Structure):
         ("device", c_int32),
         ("variant", c_int32),
         ("threads", c_int32),
-        ("reserved", c_int32),
+        ("flags", c_int32),
         ("stream", c_void_p),
     )
 
@@ -66,8 +69,10 @@ class Run(ctypes.Structure):
         variant: Variant = Variant.AUTO,
         threads: int = 0,
         stream: int | None = None,
+        cached: bool = False,
     ) -> None:
-        super().__init__(device, variant, threads, 0, stream)
+        """See ``hb_run``; ``cached``: writes stay in the cache, however large (host only)."""
+        super().__init__(device, variant, threads, int(cached), stream)
 
 
 class KV(ctypes.Structure):
@@ -99,6 +104,27 @@ def copy_entry(
 _RUN: Final = POINTER(Run)
 
 
+class _Shared(threading.local):
+    threads = 0  # at most, for this thread's copies; 0: all there are
+
+
+_shared = _Shared()
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """Copies on the host that this thread does meanwhile leave half of the processors free.
+
+    For one of two processes that copy at the same time, one into a buffer and one out of it.
+    """
+    before = _shared.threads
+    _shared.threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    try:
+        yield
+    finally:
+        _shared.threads = before
+
+
 def bind(lib: ctypes.CDLL) -> None:
     """Set the signatures. :raises AttributeError: the library lacks a function."""
     lib.hb_kernels_error.argtypes = [c_int32]
@@ -109,6 +135,8 @@ def bind(lib: ctypes.CDLL) -> None:
     lib.hb_kernels_variant.restype = c_int32
     lib.hb_kernels_has.argtypes = [c_int32]
     lib.hb_kernels_has.restype = c_int32
+    lib.hb_kernels_cache.argtypes = []
+    lib.hb_kernels_cache.restype = c_int64
     lib.hb_kernels_threads.argtypes = []
     lib.hb_kernels_threads.restype = c_int32
     lib.hb_kernels_set_threads.argtypes = [c_int32]
@@ -147,6 +175,11 @@ class Kernels:
         """Threads a call may use, the caller included."""
         return int(self._lib.hb_kernels_threads())
 
+    @property
+    def cache(self) -> int:
+        """Bytes of this machine's largest cache; 0: not known."""
+        return int(self._lib.hb_kernels_cache())
+
     def set_threads(self, count: int) -> None:
         """For all later calls of this process. :raises KernelFailed: not 1 to 64."""
         self._check(self._lib.hb_kernels_set_threads(count))
@@ -157,11 +190,16 @@ class Kernels:
             return ""
         return self._detail()
 
-    def copy_many(self, table: array[int], run: Run | None = None) -> None:
+    def copy_many(self, table: array[int], run: Run | None = None, *, cached: bool = False) -> None:
         """Do every copy of a table of :func:`copy_entry` words, in any order.
+
+        On the host (no ``run``): ``cached`` writes stay in the cache; see also :func:`beside`.
 
         :raises KernelFailed: a malformed or overlapping entry; nothing was written.
         """
+        threads = min(_shared.threads, self.threads) if _shared.threads else 0
+        if run is None and (cached or threads):
+            run = Run(threads=threads, cached=cached)
         address, words = table.buffer_info()
         self._check(self._lib.hb_copy_many(address, words // 4, run))
 

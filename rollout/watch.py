@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
 
 from hotbunk.rollout.contract import ArenaHandle, Bucket, ReceiverLayout, Transfer
 from hotbunk.rollout.errors import SessionError
@@ -42,6 +44,27 @@ class WatchedTransfer(Transfer):
         async for bucket in self.inner.buckets():
             self._first_byte()
             yield bucket
+        self._first_byte()
+        self.drained = True
+
+    async def take(
+        self,
+        write: Callable[[Bucket], None],
+        *,
+        begin: Callable[[], Awaitable[None]] | None = None,
+        run: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread,
+    ) -> None:
+        if not self.accepted:
+            raise SessionError("buckets were asked for before the update was accepted")
+        if self._in_place:
+            self._first_byte()
+
+        async def first() -> None:
+            self._first_byte()
+            if begin is not None:
+                await begin()
+
+        await self.inner.take(write, begin=first, run=run)
         self._first_byte()
         self.drained = True
 

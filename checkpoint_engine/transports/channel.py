@@ -9,9 +9,10 @@ from __future__ import annotations
 import array
 import asyncio
 import os
+import select
 import socket
 import struct
-from collections.abc import Callable
+import time
 from contextlib import suppress
 from typing import TypeVar
 
@@ -41,6 +42,8 @@ class Channel:
         self._sock = sock
         self._buffer = bytearray()
         self._fds: list[int] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._watched: asyncio.AbstractEventLoop | None = None
         self.silent = True  # nothing has come yet
 
     @property
@@ -64,7 +67,19 @@ class Channel:
         """The address of this end of a TCP connection."""
         return str(self._sock.getsockname()[0])
 
-    async def send(self, data: bytes, fd: int | None = None) -> None:
+    def send_now(self, data: bytes | memoryview) -> int:
+        """Send what the socket takes at once; how many bytes that were. The rest is :meth:`send`'s.
+
+        :raises TransferFailed: the peer is gone.
+        """
+        try:
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise TransferFailed(f"the peer is gone: {error}") from error
+
+    async def send(self, data: bytes | memoryview, fd: int | None = None) -> None:
         """Send a frame, and a descriptor with its first byte. Cut off, the channel is done for.
 
         :raises TransferFailed: the peer is gone.
@@ -78,7 +93,7 @@ class Channel:
                     try:
                         sent = self._sock.sendmsg([data], rights)
                     except BlockingIOError:
-                        await self._ready(loop.add_writer, loop.remove_writer)
+                        await self._writable(loop)
             if sent < len(data):
                 await loop.sock_sendall(self._sock, memoryview(data)[sent:])
         except OSError as error:
@@ -98,12 +113,31 @@ class Channel:
         except (msgspec.DecodeError, RecursionError) as error:
             raise TransferFailed(f"a frame that makes no sense: {error}") from error
 
+    def receive_now(self, decoder: msgspec.msgpack.Decoder[T], seconds: float) -> T | None:
+        """The next message if it comes within a time; for a thread, while no task reads.
+
+        :raises TransferFailed: as :meth:`receive`.
+        """
+        until = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self._sock.fileno(), select.POLLIN)
+        while (body := self._whole(FRAME_BYTES)) is None:
+            if not self._read():
+                left = until - time.monotonic()
+                if left <= 0 or not poll.poll(max(1, left * 1000)):
+                    return None
+        try:
+            return decoder.decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise TransferFailed(f"a frame that makes no sense: {error}") from error
+
     def claim(self) -> int | None:
         """The descriptor that came with the frames read so far; it is the caller's now."""
         return self._fds.pop(0) if self._fds else None
 
     def close(self) -> None:
         """Idempotent. What was sent still arrives."""
+        self.unwatch()
         if self._sock.fileno() >= 0:
             # A connection that is closed over unread bytes is reset, and the last word is lost.
             with suppress(OSError):
@@ -116,29 +150,34 @@ class Channel:
             os.close(self._fds.pop())
 
     async def _frame(self, most: int) -> bytes:
-        while len(self._buffer) < 4:
-            await self._fill()
+        loop = asyncio.get_running_loop()
+        while (body := self._whole(most)) is None:
+            if not self._read():
+                await self._readable(loop)
+        return body
+
+    def _whole(self, most: int) -> bytes | None:
+        """The next frame's message, if all of it is here."""
+        if len(self._buffer) < 4:
+            return None
         size = int.from_bytes(self._buffer[:4], "little")
         if size > most:
             raise TransferFailed(f"a frame of {size} bytes, and {most} are allowed here")
-        while len(self._buffer) < 4 + size:
-            await self._fill()
+        if len(self._buffer) < 4 + size:
+            return None
         body = bytes(memoryview(self._buffer)[4 : 4 + size])
         del self._buffer[: 4 + size]
         return body
 
-    async def _fill(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _read(self) -> bool:
+        """Whether anything was there to be read."""
         room = socket.CMSG_SPACE(_MOST_FDS * 4)
-        found = None
-        while found is None:
-            try:
-                found = self._sock.recvmsg(_CHUNK, room, socket.MSG_CMSG_CLOEXEC)
-            except BlockingIOError:
-                await self._ready(loop.add_reader, loop.remove_reader)
-            except OSError as error:
-                raise TransferFailed(f"the peer is gone: {error}") from error
-        data, rights, flags, _ = found
+        try:
+            data, rights, flags, _ = self._sock.recvmsg(_CHUNK, room, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise TransferFailed(f"the peer is gone: {error}") from error
         for level, kind, content in rights:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 whole = array.array("i")
@@ -150,21 +189,42 @@ class Channel:
             raise TransferFailed("the peer is gone: it closed the connection")
         self.silent = False
         self._buffer += data
+        return True
 
-    async def _ready(
-        self,
-        add: Callable[[socket.socket, Callable[[], None]], object],
-        remove: Callable[[socket.socket], object],
-    ) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def _readable(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Until something comes. The loop goes on watching: messages mostly follow one another."""
+        self._waiter = loop.create_future()
+        if self._watched is None:
+            loop.add_reader(self._sock.fileno(), self._came)
+            self._watched = loop
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
-        def ready() -> None:
-            if not future.done():
-                future.set_result(None)
+    def _came(self) -> None:
+        if self._waiter is None:  # nobody reads now: or the loop would call again and again
+            self.unwatch()
+        else:
+            _set(self._waiter)
 
-        add(self._sock, ready)
+    def unwatch(self) -> None:
+        """Leave the socket to a thread. Whoever waits for it next watches it again."""
+        if self._watched is not None and self._sock.fileno() >= 0:
+            self._watched.remove_reader(self._sock.fileno())
+        self._watched = None
+
+    async def _writable(self, loop: asyncio.AbstractEventLoop) -> None:
+        future: asyncio.Future[None] = loop.create_future()
+        number = self._sock.fileno()
+        loop.add_writer(number, _set, future)
         try:
             await future
         finally:
             if self._sock.fileno() >= 0:
-                remove(self._sock)
+                loop.remove_writer(number)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

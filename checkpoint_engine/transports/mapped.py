@@ -6,21 +6,38 @@ receiver has published its arena, in place: shm and ipc. They differ in what mem
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from abc import abstractmethod
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from hotbunk.checkpoint_engine.transports import unix
 from hotbunk.checkpoint_engine.transports.channel import Channel
-from hotbunk.checkpoint_engine.transports.protocol import HALVES, Full, Welcome, packed, unpacked
+from hotbunk.checkpoint_engine.transports.protocol import (
+    HALVES,
+    Ack,
+    FromSender,
+    Full,
+    Welcome,
+    frame,
+    from_sender,
+    packed,
+    unpacked,
+)
 from hotbunk.checkpoint_engine.transports.receiving import ReceivingTransfer, greet
-from hotbunk.rollout.contract import ArenaHandle, ReceiverLayout, Ticket
+from hotbunk.rollout.contract import ArenaHandle, Bucket, BucketEntry, ReceiverLayout, Ticket
 from hotbunk.rollout.errors import TransferFailed
+from hotbunk.rollout.native_kernels import beside
+from hotbunk.rollout.uncut import uncut
 
 LARGEST = 1 << 44  # bytes; a bucket above this is a broken message
+_LINGER = 0.005  # seconds that a thread waits for the next bucket, before the event loop does
+_ROW = 0.1  # seconds after which others have a turn in that thread
 
 
 class Arena(msgspec.Struct, frozen=True, array_like=True):
@@ -104,7 +121,35 @@ class MappedTransfer(ReceivingTransfer):
             if fd is not None:
                 os.close(fd)
 
+    async def take(
+        self,
+        write: Callable[[Bucket], None],
+        *,
+        begin: Callable[[], Awaitable[None]] | None = None,
+        run: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread,
+    ) -> None:
+        await self.begun()
+        said: FromSender | None = None
+        try:
+            while (full := await self.next_one(said)) is not None:
+                if begin is not None:
+                    await begin()
+                    begin = None
+                row = _Row(self, write, full)
+                rest, said = await uncut(run(row.run), row.stop)
+                if rest:
+                    await self.send(rest)
+                if row.failed is not None:
+                    await self.lost()
+                    raise row.failed.at(f"{self.where}, bucket {self.next}")
+        finally:
+            self.take_back()
+
     async def lend(self, full: Full) -> object:
+        return self.lend_now(full)
+
+    def lend_now(self, full: Full) -> object:
+        """See :meth:`lend`; what is mapped needs no waiting for."""
         if self.in_place:
             return None
         if not 0 <= full.used <= self.room:
@@ -115,3 +160,53 @@ class MappedTransfer(ReceivingTransfer):
 
     async def lost(self) -> None:
         await unix.sweep_soon(self._home)
+
+
+class _Row:
+    """Buckets one after the other, without the event loop between them.
+
+    Ends when the next one has not come yet, after a while, and with whatever else the sender says.
+    Nobody else uses the channel while :meth:`run` is in its thread.
+    """
+
+    def __init__(
+        self, transfer: MappedTransfer, write: Callable[[Bucket], None], first: Full
+    ) -> None:
+        self.failed: TransferFailed | None = None
+        self._transfer = transfer
+        self._write = write
+        self._first = first
+        self._channel = transfer.channel()
+        self._channel.unwatch()
+        self._stopped = False
+
+    def stop(self) -> None:
+        """End after the bucket that is being written."""
+        self._stopped = True
+
+    def run(self) -> tuple[bytes, FromSender | None]:
+        """What is left to be sent, and what the sender said after the last bucket."""
+        transfer, full = self._transfer, self._first
+        until = time.monotonic() + _ROW
+        while True:
+            data = transfer.lend_now(full)
+            with beside():  # the sender fills the other half
+                self._write(Bucket(data, tuple(BucketEntry(*piece) for piece in full.entries)))
+            del data
+            transfer.take_back()
+            transfer.next += 1
+            ack = frame(Ack(full.number))
+            try:
+                rest = ack[self._channel.send_now(ack) :]
+            except TransferFailed:
+                return ack, None  # the loop finds it out as well, and asks why
+            if rest or self._stopped or time.monotonic() > until:
+                return rest, None
+            try:
+                said = self._channel.receive_now(from_sender, _LINGER)
+            except TransferFailed as error:
+                self.failed = error
+                return b"", None
+            if not isinstance(said, Full) or said.number != transfer.next:
+                return b"", said
+            full = said

@@ -82,6 +82,10 @@ class MappedOffer(WalkingOffer[MappedLink]):
         :raises MemoryFault: there is not so much.
         """
 
+    def packed_bytes(self) -> int:
+        """Most bytes of a bucket that is packed into a half; never more than the manifest's."""
+        return self.manifest.bucket_bytes
+
     @abstractmethod
     def way(self, link: MappedLink, halves: Halves) -> tuple[Way, int | None]:
         """How a rank finds the halves, and a descriptor that stays open until :meth:`release`."""
@@ -123,7 +127,7 @@ class MappedOffer(WalkingOffer[MappedLink]):
         # A stream needs memory of its own if anybody needs a bucket with bytes in it.
         packs = [any(link.mapped is None for link in links) for links in by_want.values()]
         rooms = [
-            layout.room(batch * (1 if pack else IN_PLACE_BUCKETS), want)
+            layout.room(self.packed_bytes() if pack else batch * IN_PLACE_BUCKETS, want)
             for pack, want in zip(packs, by_want, strict=True)
         ]
         needed = [room for room, pack in zip(rooms, packs, strict=True) if pack]

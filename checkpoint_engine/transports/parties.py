@@ -56,7 +56,7 @@ class Member:
         self.layout: ReceiverLayout | None = None
         self.want: tuple[Want, ...] = ()
         self._inbox: asyncio.Queue[FromReceiver | None] = asyncio.Queue()
-        self._outbox: asyncio.Queue[tuple[bytes, int | None] | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[tuple[bytes | memoryview, int | None] | None] = asyncio.Queue()
         self._idle = True
         self._writer = asyncio.create_task(self._write())
         self.reader: asyncio.Task[object] | None = None  # who listens to it
@@ -68,7 +68,13 @@ class Member:
 
     def tell(self, message: FromSender | bytes, fd: int | None = None) -> None:
         """Send a message (or a frame made before) after all that were told before."""
-        data = message if isinstance(message, bytes) else frame(message)
+        data: bytes | memoryview = message if isinstance(message, bytes) else frame(message)
+        if fd is None and self._idle and self._outbox.empty():
+            with suppress(TransferFailed):  # the writer will find it out as well
+                sent = self.channel.send_now(data)
+                if sent == len(data):
+                    return
+                data = memoryview(data)[sent:]
         self._outbox.put_nowait((data, fd))
 
     def beat(self) -> None:

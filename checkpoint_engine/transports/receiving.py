@@ -107,7 +107,7 @@ class ReceivingTransfer(Transfer):
         self._deadline = welcome.deadline
         self._channel: Channel | None = channel
         self._accepted = self._begun = False
-        self._next = 0  # number of the bucket that comes next
+        self.next = 0  # number of the bucket that comes next
         self.ended = False  # whether the last bucket was taken
         self._fingerprints: Mapping[str, int] = {}
 
@@ -147,10 +147,14 @@ class ReceivingTransfer(Transfer):
 
     async def say(self, message: FromReceiver, fd: int | None = None) -> None:
         """:raises TransferFailed: the sender is gone, or takes nothing."""
-        channel = self._open()
+        await self.send(frame(message), fd)
+
+    async def send(self, data: bytes, fd: int | None = None) -> None:
+        """A frame, or the rest of one. :raises TransferFailed: as :meth:`say`."""
+        channel = self.channel()
         try:
             async with asyncio.timeout(self.stall):
-                await channel.send(frame(message), fd)
+                await channel.send(data, fd)
         except TimeoutError:
             raise self._silent("taking a message") from None
         except TransferFailed as error:
@@ -165,7 +169,7 @@ class ReceivingTransfer(Transfer):
         :raises TransferFailed: it is gone or silent.
         :raises DeadlineExceeded: the offer's time is over.
         """
-        channel = self._open()
+        channel = self.channel()
         try:
             while True:
                 left = self.left() + _GRACE
@@ -189,13 +193,44 @@ class ReceivingTransfer(Transfer):
         """What the sender said instead of what it should have, as an error."""
         return _told(said, f"{self.where}, {step}", kind)
 
+    async def begun(self) -> None:
+        """Buckets are asked for. :raises SessionError: too early, or for a second time."""
+        if not self._accepted:
+            raise SessionError("buckets were asked for before the update was accepted")
+        if self._begun:
+            raise SessionError("the buckets of this update were taken before", where=self.where)
+        self._begun = True
+        if self.in_place:
+            await self.say(Ready())
+
+    async def next_one(self, said: FromSender | None = None) -> Full | None:
+        """The next bucket's message; None: that was the last one.
+
+        :param said: what the sender said next, where it was heard already.
+        :raises TransferFailed: it is another one than the next, or none.
+        """
+        step = f"bucket {self.next}"
+        if said is None or isinstance(said, Beat):
+            said = await self.hear(step)
+        if isinstance(said, End):
+            self._fingerprints = said.fingerprints
+            self.ended = True
+            return None
+        if not isinstance(said, Full):
+            raise self.over(said, step)
+        if said.number != self.next:
+            raise TransferFailed(
+                f"bucket {said.number} came, and {self.next} is next", where=self.where
+            )
+        return said
+
     # -- Transfer -----------------------------------------------------------------------------
 
     async def accept(self, layout: ReceiverLayout | None, arena: ArenaHandle | None = None) -> bool:
         data, fd = self.offered(layout, arena)
         await self.say(Accept(layout, data), fd)
         said = await self.hear("accept")
-        claimed = self._open().claim()
+        claimed = self.channel().claim()
         if not isinstance(said, Go):
             if claimed is not None:
                 os.close(claimed)
@@ -208,32 +243,14 @@ class ReceivingTransfer(Transfer):
         return self.in_place
 
     async def buckets(self) -> AsyncIterator[Bucket]:
-        if not self._accepted:
-            raise SessionError("buckets were asked for before the update was accepted")
-        if self._begun:
-            raise SessionError("the buckets of this update were taken before", where=self.where)
-        self._begun = True
-        if self.in_place:
-            await self.say(Ready())
+        await self.begun()
         try:
-            while True:
-                step = f"bucket {self._next}"
-                said = await self.hear(step)
-                if isinstance(said, End):
-                    self._fingerprints = said.fingerprints
-                    self.ended = True
-                    return
-                if not isinstance(said, Full):
-                    raise self.over(said, step)
-                if said.number != self._next:
-                    raise TransferFailed(
-                        f"bucket {said.number} came, and {self._next} is next", where=self.where
-                    )
+            while (said := await self.next_one()) is not None:
                 data = await self.lend(said)
                 yield Bucket(data, tuple(BucketEntry(*piece) for piece in said.entries))
                 del data
                 self.take_back()
-                self._next += 1
+                self.next += 1
                 await self.say(Ack(said.number))
         finally:
             self.take_back()
@@ -272,7 +289,8 @@ class ReceivingTransfer(Transfer):
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _open(self) -> Channel:
+    def channel(self) -> Channel:
+        """:raises SessionError: this transfer has ended."""
         if self._channel is None:
             raise SessionError("this transfer has ended", where=self.where)
         return self._channel

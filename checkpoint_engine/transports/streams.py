@@ -13,7 +13,7 @@ import torch
 
 from hotbunk.checkpoint_engine.layout import Want, cut
 from hotbunk.rollout.contract import BucketEntry
-from hotbunk.rollout.kernels import CopyPlan
+from hotbunk.rollout.kernels import CopyPlan, native_kernels
 
 
 class Taker:
@@ -57,6 +57,7 @@ class Stream:
         self.takers = list(takers)
         self.halves = list(halves)
         self.table = cut(want, room)
+        self.cached = self._fits_the_cache()
 
     @property
     def key(self) -> Hashable:
@@ -64,6 +65,14 @@ class Stream:
         lie = [t.data_ptr() for t in self.halves]
         lie += [m.target.data_ptr() for m in self._in_place()]  # type: ignore[union-attr]
         return (self.want, self.room, self.batch, tuple(lie))
+
+    def _fits_the_cache(self) -> bool:
+        """Whether a bucket can wait in the processor's cache for who reads it."""
+        kernels = native_kernels()
+        on_host = bool(self.halves) and all(half.is_cpu for half in self.halves)
+        if kernels is None or not on_host or any(self._in_place()):
+            return False
+        return sum(half.nbytes for half in self.halves) <= kernels.cache
 
     def alive(self) -> bool:
         """Whether anybody still wants it."""

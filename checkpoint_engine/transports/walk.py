@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -26,6 +27,7 @@ from hotbunk.rollout.contract import BucketEntry, TensorSpec
 from hotbunk.rollout.errors import DeadlineExceeded, ShapeMismatch, TransferFailed
 from hotbunk.rollout.fingerprint import MASK
 from hotbunk.rollout.kernels import CopyPlan, fingerprints, native_kernels
+from hotbunk.rollout.native_kernels import beside
 
 _LOOK = 1.0  # seconds; how often a waiting walk looks at the clock
 
@@ -231,7 +233,9 @@ class _Lane:
         """Do what is to be copied, and let go of the source's tensors."""
         held, self._held, self._held_bytes = self._held, [], 0
         if held:
-            self._walk.write(lambda: self._write(held))
+            # Where there are halves somebody reads from the other one.
+            with beside() if self.stream.halves else nullcontext():
+                self._walk.write(lambda: self._write(held))
         if self._piece is None or self._flat is None or self._flat[0] != self._piece[1].index:
             self._flat = None  # only a tensor that goes on is looked at again
 
@@ -272,7 +276,7 @@ class _Lane:
                 # The source may still be in the cache; what was written is not.
                 same = source.dtype is dtype and source.is_cpu
                 sums.append((source if same else targets[0], entry.start))
-        plan = CopyPlan(pairs)
+        plan = CopyPlan(pairs, cached=self.stream.cached)
         plan.run()
         found = fingerprints(sums)
         self._plans.compiled += 1

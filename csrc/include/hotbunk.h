@@ -15,7 +15,7 @@
 #endif
 
 // Raised by one whenever a signature or a struct below changes; rollout/native.py checks it.
-#define HB_ABI_VERSION 3
+#define HB_ABI_VERSION 4
 
 #ifdef __cplusplus
 extern "C" {

@@ -34,12 +34,19 @@ HB_API const char *hb_kernels_detail(void);
 
 enum { HB_VARIANT_AUTO = 0, HB_VARIANT_SCALAR = 1, HB_VARIANT_AVX2 = 2, HB_VARIANT_AVX512 = 3 };
 
+// Flags of a run. A bit that has no name here is refused.
+enum {
+  // Host only: writes stay in the cache, however many there are. For what is read next, by this
+  // process or another one, and has room there (hb_kernels_cache()); else large writes go around it.
+  HB_RUN_CACHED = 1,
+};
+
 // NULL means the host, the best variant and the process's thread count.
 typedef struct hb_run {
   int32_t device;   // -1: the host. >= 0: that CUDA device; pointers and stream are then its own
   int32_t variant;  // host only: HB_VARIANT_*
   int32_t threads;  // host only: at most so many, the caller included; 0: the process's count
-  int32_t reserved; // 0
+  int32_t flags;    // HB_RUN_*
   void *stream;     // CUDA only: a CUstream, or NULL for the default one
 } hb_run;
 
@@ -54,6 +61,9 @@ HB_API int32_t hb_kernels_has(int32_t variant);
 HB_API int32_t hb_kernels_threads(void);
 // Set that count (1 to 64) for all later calls.
 HB_API int32_t hb_kernels_set_threads(int32_t threads);
+
+// Bytes of the largest cache that a core of this machine has, shared with others or not; 0: not known.
+HB_API int64_t hb_kernels_cache(void);
 
 // HB_K_OK when the CUDA kernels can run on a device here; else why not (hb_kernels_detail()).
 HB_API int32_t hb_kernels_cuda(int32_t device);

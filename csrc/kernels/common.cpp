@@ -1,5 +1,6 @@
 #include "common.h"
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -89,6 +90,8 @@ int32_t check_run(const hb_run *run) {
   if (run == nullptr) return HB_K_OK;
   if (run->device < -1) return fail(HB_K_BAD_ARGUMENT, "device %d", run->device);
   if (run->threads < 0) return fail(HB_K_BAD_ARGUMENT, "%d threads", run->threads);
+  if ((run->flags & ~HB_RUN_CACHED) != 0 || (run->flags != 0 && on_device(run)))
+    return fail(HB_K_BAD_ARGUMENT, "flags %#x on device %d", static_cast<unsigned>(run->flags), run->device);
   return HB_K_OK;
 }
 
@@ -127,6 +130,26 @@ int32_t hb_kernels_variant(void) {
 }
 
 int32_t hb_kernels_has(int32_t variant) { return hb::kernels::table(variant) != nullptr ? 1 : 0; }
+
+int64_t hb_kernels_cache(void) {
+  // Not sysconf(): where caches are many it gives their sum, and a core reaches one of them.
+  static const int64_t found = [] {
+    int64_t most = 0;
+    for (int i = 0; i < 8; ++i) {
+      char name[80];
+      std::snprintf(name, sizeof name, "/sys/devices/system/cpu/cpu0/cache/index%d/size", i);
+      std::FILE *file = std::fopen(name, "re");
+      if (file == nullptr) break;
+      long long size = 0;
+      char unit = 0;
+      if (std::fscanf(file, "%lld%c", &size, &unit) == 2)
+        most = std::max<int64_t>(most, size << (unit == 'M' ? 20 : unit == 'K' ? 10 : 0));
+      std::fclose(file);
+    }
+    return most;
+  }();
+  return found;
+}
 
 int32_t hb_kernels_threads(void) { return hb::kernels::threads(); }
 

@@ -17,6 +17,7 @@ const hb_variant *variant_of(const hb_run *run);
 
 inline bool on_device(const hb_run *run) { return run != nullptr && run->device >= 0; }
 inline int threads_of(const hb_run *run) { return run != nullptr ? run->threads : 0; }
+inline bool cached(const hb_run *run) { return run != nullptr && (run->flags & HB_RUN_CACHED) != 0; }
 
 // HB_K_OK, or what is wrong with the run itself.
 int32_t check_run(const hb_run *run);
@@ -25,7 +26,7 @@ int32_t check_run(const hb_run *run);
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 // Work is handed to threads in pieces of about so many bytes; less than two of them stays here.
 constexpr int64_t kUnitBytes = int64_t{256} << 10;
-// From so many written bytes on, writes go around the cache.
+// From so many written bytes on, writes go around the cache, unless the run says otherwise.
 constexpr int64_t kStreamBytes = int64_t{4} << 20;
 
 // A range of addresses.

@@ -114,7 +114,7 @@ void copy_part(const hb_variant &v, const hb_copy &c, int64_t begin, int64_t end
 int32_t copy_on_host(const hb_copy *table, int64_t n, int64_t written, const hb_run *run) {
   const hb_variant *v = variant_of(run);
   if (v == nullptr) return HB_K_UNAVAILABLE;
-  const int stream = written >= kStreamBytes;
+  const int stream = written >= kStreamBytes && !cached(run);
   const auto do_unit = [&](const Unit &u) {
     for (int64_t i = u.first; i < u.last; ++i)
       copy_part(*v, table[i], u.begin, u.end < 0 ? table[i].count : u.end, stream);

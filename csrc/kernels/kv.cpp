@@ -104,7 +104,7 @@ int32_t kv_on_host(KvOp op, const hb_kv &kv, const hb_blocks &b, char *packed, c
   const int64_t sheets = kv.layers * kv.planes;
   const int64_t total = sheets * b.tokens * kv.row;
   if (total == 0) return HB_K_OK;
-  const int stream = total >= kStreamBytes;
+  const int stream = total >= kStreamBytes && !cached(run);
   const bool dense = kv.slot_stride == kv.row || kv.slots == 1;
   const std::vector<Run> runs = runs_of(b, std::max<int64_t>(1, 4 * kUnitBytes / kv.row),
                                         op == KvOp::kZero);

@@ -192,6 +192,24 @@ class _WithBarriers(Transfer):
                 said = True
             yield bucket
 
+    async def take(
+        self,
+        write: Callable[[Bucket], None],
+        *,
+        begin: Callable[[], Awaitable[None]] | None = None,
+        run: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread,
+    ) -> None:
+        if self._in_place:
+            await self._barrier(WRITE, Said())
+
+        async def first() -> None:
+            if not self._in_place:
+                await self._barrier(WRITE, Said())
+            if begin is not None:
+                await begin()
+
+        await self._inner.take(write, begin=first, run=run)
+
     async def fingerprints(self) -> Mapping[str, int]:
         self._expected = dict(await self._inner.fingerprints())
         return self._expected

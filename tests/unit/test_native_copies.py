@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from array import array
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from hotbunk.rollout import fallbacks, kernels
 from hotbunk.rollout.errors import KernelFailed
 from hotbunk.rollout.kernels import CopyPlan, copy_many
-from hotbunk.rollout.native_kernels import Code, DType, Kernels, Run, Variant, copy_entry
+from hotbunk.rollout.native_kernels import Code, DType, Kernels, Run, Variant, beside, copy_entry
 
 needs_native = pytest.mark.skipif(
     kernels.native_kernels() is None, reason="installed without the native library"
@@ -273,3 +276,43 @@ def test_refusals_say_what_is_wrong() -> None:
     assert caught.value.code == Code.UNAVAILABLE
     with pytest.raises(KernelFailed, match="65 threads"):
         found().set_threads(65)
+
+
+@needs_native
+def test_writes_that_stay_in_the_cache_are_the_same_writes() -> None:
+    for nbytes in (100, (5 << 20) + 3):
+        source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+        target = torch.zeros(nbytes + 1, dtype=torch.uint8)
+        CopyPlan([(target[1:], source)], cached=True).run()
+        assert torch.equal(target[1:], source)
+        assert target[0] == 0
+
+
+@needs_native
+def test_a_thread_that_copies_beside_another_process_leaves_half_of_the_processors() -> None:
+    """And only that thread, and only meanwhile."""
+    runs: list[tuple[int, int]] = []
+    native = found()
+
+    class Spy:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native._lib, name)
+
+        def hb_copy_many(self, address: int, count: int, run: Run | None) -> int:
+            runs.append((run.threads, run.flags) if run else (0, 0))
+            return 0
+
+    spied = Kernels(Spy())  # type: ignore[arg-type]
+    half = min(max(1, len(os.sched_getaffinity(0)) // 2), native.threads)
+    empty = array("q")
+    with beside():
+        spied.copy_many(empty)
+        spied.copy_many(empty, cached=True)
+        with beside():
+            pass
+        spied.copy_many(empty)
+        other = threading.Thread(target=spied.copy_many, args=(empty,))
+        other.start()
+        other.join()
+    spied.copy_many(empty)
+    assert runs == [(half, 0), (half, 1), (half, 0), (0, 0), (0, 0)]

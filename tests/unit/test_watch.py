@@ -61,6 +61,32 @@ async def test_a_sender_that_fails_at_once_leaves_no_mark() -> None:
     assert not transfer.drained
 
 
+async def test_taken_in_a_thread_it_is_marked_as_well() -> None:
+    inner = MemoryTransfer(weights_at(1), version=V1, bucket_bytes=16)
+    transfer, marks = watched(inner)
+    await expect(SessionError, transfer.take(lambda bucket: None))
+    await transfer.accept(None)
+    seen: list[list[int]] = []
+
+    async def begin() -> None:
+        seen.append([*marks])
+
+    await transfer.take(lambda bucket: seen.append([*marks]), begin=begin)
+    assert len(seen) > 2
+    assert seen == [[1]] * len(seen)
+    assert transfer.drained
+
+    empty, marks = watched(MemoryTransfer([], version=V1))
+    await empty.accept(None)
+    await empty.take(lambda bucket: None)
+    assert (marks, empty.drained) == ([0], True)
+
+    failing, marks = watched(Raising(weights_at(1), version=V1))
+    await failing.accept(None)
+    await expect(TransferFailed, failing.take(lambda bucket: None))
+    assert (marks, failing.drained) == ([], False)
+
+
 async def test_steps_come_in_order() -> None:
     transfer, _ = watched(MemoryTransfer(weights_at(1), version=V1))
     await expect(SessionError, drain(transfer))

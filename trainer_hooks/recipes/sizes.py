@@ -19,6 +19,7 @@ from torch import nn
 
 from hotbunk.checkpoint_engine.bucket import bucket_size
 from hotbunk.checkpoint_engine.transports.protocol import HALVES
+from hotbunk.checkpoint_engine.transports.shm.memory import packed_bytes
 from hotbunk.rollout.arena import ALIGN, PAGE
 from hotbunk.rollout.binding import dtype_from, dtype_name, named_state
 from hotbunk.rollout.contract import TensorSpec
@@ -223,7 +224,10 @@ def _buckets(config: RunConfig, model: ModelShapes) -> int:
         for one in model.tensors
         if one.parameter
     ]
-    one = -(-bucket_size(config.sync.bucket_bytes, specs, None) // PAGE) * PAGE
+    most = config.sync.bucket_bytes
+    if config.transport.name == "shm":
+        most = packed_bytes(most)
+    one = -(-bucket_size(most, specs, None) // PAGE) * PAGE
     streams = config.rollout.replicas * config.rollout.data_parallel
     if config.transport.name == "naive":
         return one * streams  # each receiver takes its buckets in its own time

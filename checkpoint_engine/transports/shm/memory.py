@@ -12,10 +12,23 @@ from hotbunk.checkpoint_engine.transports.protocol import HALVES
 from hotbunk.rollout.arena import PAGE
 from hotbunk.rollout.binding import tensor_over
 from hotbunk.rollout.errors import MemoryFault, UpdateRefused
+from hotbunk.rollout.kernels import native_kernels
 from hotbunk.rollout.memory import NativePool
 from hotbunk.rollout.native import NativeUnavailable
 
+_SMALLEST = 8 << 20  # bytes of a bucket; a smaller one costs more than the cache gains
 _TOO_LARGE = 4  # times what is needed: then memory is given back and taken anew
+
+
+def packed_bytes(bucket_bytes: int) -> int:
+    """Most bytes that are packed into a half, where buckets may have so many.
+
+    What waits in the cache for who copies it out is there sooner than from memory; that is worth
+    more than the messages of smaller buckets cost, down to some size.
+    """
+    kernels = native_kernels()
+    fits = kernels.cache * 3 // 4 // HALVES if kernels is not None else 0
+    return min(bucket_bytes, fits) if fits >= _SMALLEST else bucket_bytes
 
 
 class Halves:

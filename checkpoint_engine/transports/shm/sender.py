@@ -12,7 +12,7 @@ from hotbunk.checkpoint_engine.transports.mapping import Halves as AnyHalves
 from hotbunk.checkpoint_engine.transports.mapping import MappedLink, MappedOffer
 from hotbunk.checkpoint_engine.transports.parties import Member
 from hotbunk.checkpoint_engine.transports.protocol import Accept
-from hotbunk.checkpoint_engine.transports.shm.memory import Halves, Mapped, Memory
+from hotbunk.checkpoint_engine.transports.shm.memory import Halves, Mapped, Memory, packed_bytes
 from hotbunk.checkpoint_engine.transports.streams import Plans
 from hotbunk.rollout.contract import Manifest
 from hotbunk.rollout.errors import UpdateRefused
@@ -65,6 +65,9 @@ class ShmOffer(MappedOffer):
         if arena.kind != "file" or fd is None:
             return None
         return self._sender.memory.arena(fd, arena.nbytes)
+
+    def packed_bytes(self) -> int:
+        return packed_bytes(super().packed_bytes())
 
     def make_halves(self, rooms: Sequence[int]) -> list[Halves]:
         return self._sender.memory.halves(rooms)

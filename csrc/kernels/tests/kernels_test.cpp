@@ -159,6 +159,10 @@ void test_refusals(const hb_run *run) {
   hb_run bad = run != nullptr ? *run : hb_run{-1, 0, 0, 0, nullptr};
   bad.device = -2;
   CHECK(hb_copy_many(nullptr, 0, &bad) == HB_K_BAD_ARGUMENT);
+  bad = {-1, 0, 0, 2, nullptr};
+  CHECK(hb_copy_many(nullptr, 0, &bad) == HB_K_BAD_ARGUMENT);
+  bad = {0, 0, 0, HB_RUN_CACHED, nullptr};
+  CHECK(hb_copy_many(nullptr, 0, &bad) == HB_K_BAD_ARGUMENT);
   bad = {-1, 99, 0, 0, nullptr};
   CHECK(hb_fingerprint(nullptr, 0, nullptr, &bad) == HB_K_UNAVAILABLE);
   for (int32_t code = -9; code <= 1; ++code) CHECK(hb_kernels_error(code)[0] != '\0');
@@ -295,9 +299,12 @@ int main() {
   test_casts_of_known_values();
   test_all(nullptr);
   for (int32_t variant = HB_VARIANT_SCALAR; variant <= HB_VARIANT_AVX512; ++variant) {
-    const hb_run run{-1, variant, 0, 0, nullptr};
-    if (hb_kernels_has(variant)) test_all(&run);
+    for (int32_t flags : {0, static_cast<int32_t>(HB_RUN_CACHED)}) {
+      const hb_run run{-1, variant, 0, flags, nullptr};
+      if (hb_kernels_has(variant)) test_all(&run);
+    }
   }
+  CHECK(hb_kernels_cache() >= 0);
   test_many_callers();
   const bool cuda = hb_kernels_cuda(0) == HB_K_OK;
   if (cuda) {

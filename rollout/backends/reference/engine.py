@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from hotbunk.rollout.backends.reference.runner import KVStash, ModelRunner
 from hotbunk.rollout.backends.reference.scheduler import Scheduler
 from hotbunk.rollout.backends.reference.thread import EngineThread
 from hotbunk.rollout.backends.reference.weights import Writer
-from hotbunk.rollout.calls import noted
 from hotbunk.rollout.contract import (
     ADAPTER_PREFIX,
     FULL,
@@ -52,6 +51,7 @@ from hotbunk.rollout.contract import (
 from hotbunk.rollout.fingerprint import KIND
 from hotbunk.rollout.intake import check_offer
 from hotbunk.rollout.lifecycle import Residency, Weights, groups_of
+from hotbunk.rollout.uncut import uncut
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -259,31 +259,31 @@ class ReferenceEngine(Generating):
 
         begun: list[Writer] = []
 
-        def write(bucket: Bucket | None) -> Writer:
+        def begin() -> Writer:
             if not begun:
                 # From here on the engine itself refuses to compute, whoever asks.
                 self._residency.written(groups)
                 begun.append(self._writer(manifest))
-            if bucket is not None:
-                begun[0].write(bucket)
             return begun[0]
 
+        def write(bucket: Bucket) -> None:
+            begin().write(bucket)
+
         if in_place:  # the first byte comes when the first bucket is asked for
-            await self._thread.call(partial(write, None))
-        async for bucket in transfer.buckets():
-            await _uncut(self._thread.call(partial(write, bucket)))
+            await self._thread.call(begin)
+        await transfer.take(write, run=self._thread.call)
         # An update without a byte is one, too.
-        writer = await self._thread.call(partial(write, None))
+        writer = await self._thread.call(begin)
         applied = writer.intake.finish()
         expected = dict(await transfer.fingerprints())
         if expected:
             comparing = self._thread.call(partial(writer.differing, expected))
-            differing = await _uncut(comparing)
+            differing = await uncut(comparing)
             if differing:
                 raise errors.VerifyFailed(differing)
-        await _uncut(self._thread.call(lambda: self._outdate_caches(groups)))
+        await uncut(self._thread.call(lambda: self._outdate_caches(groups)))
         await transfer.commit()
-        await _uncut(self._thread.call(lambda: self._residency.committed(groups, version)))
+        await uncut(self._thread.call(lambda: self._residency.committed(groups, version)))
         return UpdateReport(
             version,
             applied=applied,
@@ -379,17 +379,3 @@ class ReferenceEngine(Generating):
         """What must hold while no verb runs. :raises AssertionError: it does not."""
         self._scheduler.check_invariants()
         self._runner.pool.check_invariants()
-
-
-async def _uncut(call: Awaitable[T]) -> T:
-    """Await a command to its end, also when cancelled: it works on what is lent, or on state.
-
-    A thread that hangs in it is then known to hang.
-    """
-    future = asyncio.ensure_future(call)
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        future.add_done_callback(noted)  # whoever waited is gone
-        await asyncio.wait({future})
-        raise

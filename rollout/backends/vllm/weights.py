@@ -25,6 +25,7 @@ from hotbunk.rollout.backends.vllm.routes import Route, Routes
 from hotbunk.rollout.binding import dtype_name
 from hotbunk.rollout.contract import (
     ArenaHandle,
+    Bucket,
     Digests,
     Placement,
     ReceiverLayout,
@@ -38,6 +39,7 @@ from hotbunk.rollout.fingerprint import KIND
 from hotbunk.rollout.intake import check_offer
 from hotbunk.rollout.kernels import fingerprint
 from hotbunk.rollout.memory import NativeArena
+from hotbunk.rollout.uncut import uncut as ended
 
 T = TypeVar("T")
 Session = Callable[[], AbstractContextManager[object]]
@@ -45,12 +47,7 @@ Session = Callable[[], AbstractContextManager[object]]
 
 async def uncut(work: Callable[[], T]) -> T:
     """Run it in a thread; cancelled, it is waited for: nothing may write once this has ended."""
-    task = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
+    return await ended(asyncio.to_thread(work))
 
 
 class Weights:
@@ -166,10 +163,16 @@ async def landed(
     await transfer.accept(layout, arena)
     with session():
         landing: Landing | None = None
-        async for bucket in transfer.buckets():
-            if landing is None:
-                landing = await uncut(begin)
-            await uncut(partial(landing.write, bucket))
+
+        async def first() -> None:
+            nonlocal landing
+            landing = await uncut(begin)
+
+        def write(bucket: Bucket) -> None:
+            assert landing is not None, "begun before the first write"
+            landing.write(bucket)
+
+        await transfer.take(write, begin=first)
         if landing is None:  # an update without a byte is one, too
             landing = await uncut(begin)
         applied = await uncut(landing.finish)

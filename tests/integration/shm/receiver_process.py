@@ -22,6 +22,7 @@ from hotbunk.checkpoint_engine.transports.ipc.devices import received, receiver_
 from hotbunk.rollout.contract import (
     ITEMSIZE,
     ArenaHandle,
+    Bucket,
     Manifest,
     ReceiverLayout,
     Ticket,
@@ -101,10 +102,12 @@ class Receiver:
         self.at("accepted")
         untouched = self.arena is None or self.arena[:] == b"\xee" * len(self.arena)
         number = 0
-        async for bucket in transfer.buckets():
+
+        def write(bucket: Bucket) -> None:
+            nonlocal number
             self.at("bucket", number)
             if not self.told.get("applies", True):
-                continue
+                return
             size = None if bucket.data is None else len(bucket.data)
             for e in intake.check(bucket, size):
                 if bucket.data is not None:
@@ -114,6 +117,8 @@ class Receiver:
             if self.told.get("flip") == number and content:
                 content[-1][0] ^= 1
             number += 1
+
+        await transfer.take(write)
         self.at("end")
         applied = intake.finish()
         sent = await transfer.fingerprints()
