@@ -24,6 +24,7 @@ NO_TOKEN_VERSIONS = (
     "start the server with --enable-scale-out: only its route says which weights made a token"
 )
 _NO_DIGEST = "stock vLLM's checksums cannot be compared with what was sent"
+_NO_ADAPTER = "vLLM's route takes an adapter as a directory, which no sync writes yet"
 
 
 def declared(surface: Surface, way: str) -> Capabilities:
@@ -64,7 +65,7 @@ def declared(surface: Surface, way: str) -> Capabilities:
         partial=NATIVE
         if way == ENGINE
         else unsupported("vLLM's loader corrupts fused tensors of which a part is sent"),
-        adapter=unsupported("a server loads adapters from directories, which no sync fills"),
+        adapter=unsupported(_NO_ADAPTER),
         caches=CACHES,
         memory_measured_by="accounting",
         ranks=ranks_of(surface) if way == ENGINE else 1,

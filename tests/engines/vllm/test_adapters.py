@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from hotbunk.checkpoint_engine.manager import CheckpointEngineManager
 from hotbunk.checkpoint_engine.policy import Outcome, SyncPolicy
@@ -308,6 +311,28 @@ def test_what_is_declared_follows_the_options() -> None:
     assert "enable_lora" in without.how
     with pytest.raises(errors.ConfigError, match="update_weights"):
         VllmOptions("m", engine_args={"default_mm_loras": {}})
+
+
+def test_a_stock_server_reads_a_refreshed_adapter_at_every_step() -> None:
+    """So ``load_inplace`` is no way for ``vllm_http``: see docs/decisions.md."""
+    manager = object.__new__(LRUCacheWorkerLoRAManager)
+    manager._adapter_manager = MagicMock(lora_slots=4, capacity=4)
+    manager._adapter_manager.list_adapters.return_value = {1: None}
+    reads: list[str] = []
+
+    def read(request: LoRARequest) -> Any:
+        reads.append(request.lora_path)
+        return MagicMock(id=request.lora_int_id)
+
+    manager._load_adapter = read
+    for _ in range(3):
+        manager.set_active_adapters({LoRARequest("it", 1, "first")}, None)
+    assert reads == []
+    for _ in range(3):
+        manager.set_active_adapters({LoRARequest("it", 1, "fresh", load_inplace=True)}, None)
+    assert reads == ["fresh"] * 3
+    manager.set_active_adapters({LoRARequest("it", 2, "other")}, None)
+    assert reads[3:] == ["other"]
 
 
 def _described(tensors: dict[str, torch.Tensor], group: str) -> list[tuple[TensorSpec, bytes]]:
