@@ -183,8 +183,13 @@ class Channel:
                 whole = array.array("i")
                 whole.frombytes(content[: len(content) - len(content) % whole.itemsize])
                 self._fds.extend(whole)
-        if len(self._fds) > _MOST_FDS or flags & socket.MSG_CTRUNC:
+        if len(self._fds) > _MOST_FDS:
             raise TransferFailed("the peer sends more descriptors than the protocol has")
+        if flags & socket.MSG_CTRUNC:
+            raise TransferFailed(
+                "descriptors of the peer's could not be taken: too many of its, or of ours",
+                remedy="raise the limit of open files (ulimit -n)",
+            )
         if not data:
             raise TransferFailed("the peer is gone: it closed the connection")
         self.silent = False

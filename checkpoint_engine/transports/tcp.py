@@ -53,7 +53,10 @@ def parse(address: str) -> tuple[str, int, str]:
 
 async def connect(host: str, port: int, seconds: float) -> socket.socket:
     """:raises TransferFailed: the offer is gone, or does not answer in time."""
-    sock = socket.socket(_family(host), socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(_family(host), socket.SOCK_STREAM)
+    except OSError as error:
+        raise TransferFailed(f"no socket to reach the offer with: {error}") from error
     sock.setblocking(False)
     try:
         async with asyncio.timeout(seconds):

@@ -7,6 +7,7 @@ both ends go through a descriptor of the directory.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import tempfile
@@ -36,19 +37,25 @@ def inside(directory: Path) -> Iterator[str]:
 
 
 def listen(directory: Path | None = None) -> tuple[socket.socket, Path]:
-    """A listening socket, alone in a new directory (0700) under the system's temporary one."""
-    home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory))
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    """A listening socket, alone in a new directory (0700) under the system's temporary one.
+
+    :raises TransferFailed: there can be none: no room, no descriptor, no permission.
+    """
+    listener, home = None, None
     try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory))
         with inside(home) as short:
             listener.bind(f"{short}/new")
             listener.listen(_BACKLOG)
             # Whoever finds the name may take a refused connection for a dead sender.
             os.rename(f"{short}/new", f"{short}/{_NAME}")
-    except OSError:
-        listener.close()
-        remove(home)
-        raise
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        if home is not None:
+            remove(home)
+        raise TransferFailed(f"no socket for an offer: {error}") from error
     listener.setblocking(False)
     return listener, home
 
@@ -92,7 +99,10 @@ def parse(address: str) -> tuple[Path, str]:
 
 async def connect(home: Path) -> socket.socket:
     """:raises TransferFailed: the offer is gone, or it is somebody else's."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:
+        raise TransferFailed(f"no socket to reach the offer with: {error}") from error
     sock.setblocking(False)
     try:
         if os.stat(home).st_uid != os.geteuid():
@@ -102,6 +112,8 @@ async def connect(home: Path) -> socket.socket:
     except OSError as error:
         sock.close()
         sweep(home)
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise TransferFailed(f"the offer cannot be reached: {error.strerror}") from error
         raise TransferFailed(
             f"the offer is gone: {error.strerror} ({str(home)!r})",
             remedy="a ticket is good for one sync; ask for a new one",
@@ -140,6 +152,7 @@ async def sweep_soon(home: Path) -> None:
 
 
 def sweep_all(directory: Path | None = None) -> None:
-    """Remove what senders that died left behind."""
-    for home in Path(directory or tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        sweep(home)
+    """Remove what senders that died left behind, as far as it can be seen."""
+    with suppress(OSError):  # it can wait; whether a new offer can be made is found out then
+        for home in Path(directory or tempfile.gettempdir()).glob(f"{PREFIX}*"):
+            sweep(home)

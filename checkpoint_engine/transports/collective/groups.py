@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from hotbunk.checkpoint_engine.transports.collective import descriptors
 from hotbunk.rollout.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -41,7 +42,16 @@ def backend_for(device: str) -> str:
 
 
 def open_store(address: str, seconds: float) -> tuple[TCPStore, int]:
-    """A store that listens at ``address`` alone, and its port. Closed when it is dropped."""
+    """A store that listens at ``address`` alone, and its port. Closed when it is dropped.
+
+    :raises ConfigError: this machine has no such address.
+    :raises TransferFailed: too few descriptors are left.
+    """
+    with descriptors.promised(descriptors.STORE, "a store"):
+        return _open_store(address, seconds)
+
+
+def _open_store(address: str, seconds: float) -> tuple[TCPStore, int]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -115,10 +125,15 @@ class Group:
     def init(self, host: str, port: int, seconds: float) -> None:
         """Build it, over the store at that place; returns when every rank has.
 
-        :raises TransferFailed: the store cannot be reached.
+        :raises TransferFailed: the store cannot be reached, or too few descriptors are left.
         :raises DeadlineExceeded: naming the group, the ranks present and the ranks absent.
         :raises Unsupported: this torch has no such backend.
         """
+        needed = descriptors.of_group(self.size)
+        with descriptors.promised(needed, f"group {self.name!r}", seconds):
+            self._init(host, port, seconds)
+
+    def _init(self, host: str, port: int, seconds: float) -> None:
         # A client of its own: one that several threads share crashes.
         self._store = PrefixStore(self.name, join_store(host, port, seconds))
         try:

@@ -51,8 +51,12 @@ class Halves:
             arena = self._pool.arena("bucket", size)
             region = arena.add("halves", size)
             assert arena.fd is not None, "shared memory has a file"
+            try:
+                self.fd = _for_reading(arena.fd)
+            except OSError as error:
+                self._pool.close()
+                raise MemoryFault(f"shared memory cannot be opened: {error}") from error
             self._whole = tensor_over(self._pool, arena, region)
-            self.fd = _for_reading(arena.fd)
 
     def tensors(self) -> list[torch.Tensor]:
         """The halves, as flat tensors of bytes."""
