@@ -78,9 +78,9 @@ def find(group: str, name: str) -> EntryPoint:
             _found[group, name] = point
             return point
     known = names(group)
-    if group == BACKENDS and name in _NOT_HERE:
+    if group == BACKENDS and (lacking := without_adapter(name)):
         raise BackendNotFound(
-            f"no backend named {name!r}: this hotbunk has no adapter for {_NOT_HERE[name]}",
+            f"no backend named {name!r}{lacking}",
             remedy=f"install a package that registers {name!r} under the entry point group "
             f"{BACKENDS}, or choose one of {', '.join(known)}",
         )
@@ -88,6 +88,11 @@ def find(group: str, name: str) -> EntryPoint:
         f"no {kind} named {name!r}{closest(name, known)}",
         remedy=f"installed: {', '.join(known) or 'none'}",
     )
+
+
+def without_adapter(name: str) -> str:
+    """What to say of a backend that configurations name and nothing here drives; "" of any other."""
+    return f": this hotbunk has no adapter for {_NOT_HERE[name]}" if name in _NOT_HERE else ""
 
 
 def _load(group: str, name: str) -> Any:

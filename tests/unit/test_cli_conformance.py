@@ -114,6 +114,13 @@ def test_names_are_known() -> None:
         under_test("referense")
 
 
+@pytest.mark.parametrize("name", ["sglang", "trtllm", "vllm_ascend"])
+def test_an_engine_without_an_adapter_is_said_to_be_one(name: str) -> None:
+    with pytest.raises(BackendNotFound, match=f"'{name}': this hotbunk has no adapter") as error:
+        under_test(name)
+    assert "did you mean" not in str(error.value)
+
+
 def test_every_mutant_is_killed_and_the_table_says_by_whom(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hotbunk", "conformance", "--mutants", "--out", str(tmp_path)],

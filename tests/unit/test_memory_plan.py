@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hotbunk.cli.plan import run
-from hotbunk.rollout.errors import ConfigError, Unsupported
+from hotbunk.rollout.errors import BackendNotFound, ConfigError, Unsupported, UsageError
 from hotbunk.trainer_hooks.recipes import config as configuration
 from hotbunk.trainer_hooks.recipes.forecast import (
     GIB,
@@ -162,7 +162,7 @@ def test_vllm_pads_the_vocabulary_and_keeps_a_gibibyte_of_kv(
 
 
 def test_a_backend_that_nobody_knows_is_refused(shapes: ModelShapes) -> None:
-    with pytest.raises(Unsupported, match="sglang"):
+    with pytest.raises(Unsupported, match=r"^backend 'sglang' does not support a plan"):
         engine_sizes(configuration.RolloutConfig(name="sglang"), shapes, GIB)
 
 
@@ -243,6 +243,15 @@ def test_the_command_tells_by_its_exit_code_whether_it_fits(
         run(["trainer.offlod=true"], model=None, memory=None, json=False)
     with pytest.raises(ConfigError, match="no model directory"):
         run([], model=tmp_path / "none", memory=None, json=False)
+
+
+@pytest.mark.parametrize("name", ["sglang", "trtllm", "vllm_ascend"])
+def test_an_engine_without_an_adapter_is_not_one_that_does_not_fit(name: str) -> None:
+    """A mistake in the command (exit code 2), not the answer no (1)."""
+    with pytest.raises(BackendNotFound, match=f"'{name}': this hotbunk has no adapter") as error:
+        run([f"rollout={name}"], model=None, memory="1GiB", json=True)
+    assert isinstance(error.value, UsageError)
+    assert "hotbunk.backends" in error.value.remedy
 
 
 def test_on_this_host_the_cost_of_a_turn_is_measured(

@@ -258,7 +258,7 @@ def engine_sizes(rollout: RolloutConfig, model: ModelShapes, memory: int) -> Eng
     known = _ENGINES.get(rollout.name)
     if known is None:
         hint = f"sizes are known of {', '.join(sorted(_ENGINES))}"
-        raise Unsupported("a plan of its memory", f"backend {rollout.name!r}", hint)
+        raise Unsupported("a plan of its memory", rollout.name, hint)
     return known(rollout.options, model, memory)
 
 

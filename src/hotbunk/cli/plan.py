@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hotbunk.rollout.registry import missing
+from hotbunk.rollout.registry import BACKENDS, find, missing
 from hotbunk.trainer_hooks.recipes import config as configuration
 from hotbunk.trainer_hooks.recipes.charts import bytes_text, seconds_text
 
@@ -41,6 +41,7 @@ def run(overrides: Sequence[str], *, model: Path | None, memory: str | None, jso
         raise missing("hotbunk plan", error) from error
     chosen = [*overrides, *([f"model={model}"] if model else [])]
     settings = configuration.load(chosen)
+    find(BACKENDS, settings.rollout.name)
     device, free = sizes.device_memory()
     here = memory is None
     if memory is not None:

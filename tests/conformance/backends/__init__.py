@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from hotbunk.conformance.under_test import BackendUnderTest
 from hotbunk.rollout.errors import BackendNotFound, closest
-from hotbunk.rollout.registry import missing
+from hotbunk.rollout.registry import missing, without_adapter
 
 GROUP = "hotbunk.conformance"
 
@@ -41,7 +41,7 @@ def under_test(name: str, **options: Any) -> BackendUnderTest:
     known = known_descriptions()
     if name not in known:
         raise BackendNotFound(
-            f"no backend named {name!r}{closest(name, known)}",
+            f"no backend named {name!r}{without_adapter(name) or closest(name, known)}",
             remedy=f"the suite knows {', '.join(sorted(known))}",
         )
     try:
