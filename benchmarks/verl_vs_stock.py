@@ -4,8 +4,14 @@
 
 from a checkout with ``make engine-venv`` made for verl and vllm. Both sides run in one environment that has
 vLLM's pins and, after them, what verl needs beside; on one CPU, in float32, on the tiny problem. Each runs as
-it is, with the trainer's walk raising in the middle of a sync, and with the engine core killed there
-(``tests/engines/verl/midsync``). Neither releases memory, as vLLM itself cannot on CPUs; a third row has hotbunk's sleep.
+it is, with the trainer's walk raising in the middle of a sync, with the engine core killed there, and with it
+killed in the middle of responses (``tests/engines/verl/midsync``). Neither releases memory, as vLLM itself
+cannot on CPUs; a third row has hotbunk's sleep. With OUT.json, its table is written to OUT.md.
+
+Tokens lost are those that vLLM gave out, counted in its own output processor on either side, less those of the
+responses of the steps that verl completed. Seconds stalled are what the slowest step after the first took more
+than their median; a job that did not go on is stalled for good, and how long after the fault it ended is told. OUT.json keeps the rows of other
+SIDE:FAULTs.
 """
 
 from __future__ import annotations
@@ -50,7 +56,24 @@ SIDES: Mapping[str, tuple[str, ...]] = {
     "hotbunk": (f"{ROLLOUT}.name=hotbunk_vllm", AWAKE, *COMMON),
     "hotbunk, sleeping": (f"{ROLLOUT}.name=hotbunk_vllm", *COMMON),
 }
-FAULTS = ("none", "raise", "kill")  # the trainer's walk raises; the engine core is killed
+# The trainer's walk raises in a sync; the engine core is killed there; likewise in the middle of responses.
+FAULTS = ("none", "raise", "kill", "answer")
+ANSWERS = 16  # responses of a step: prompts x n of the tiny problem
+HEADER = {
+    "fault": "fault",
+    "side": "side",
+    "end": "what came of it",
+    "steps": f"steps of {STEPS}",
+    "tokens_made": "tokens made",
+    "tokens_lost": "tokens lost",
+    "stalled_seconds": "stalled, seconds",
+    "sync_seconds": "sync, seconds (median)",
+    "slowest_sync_seconds": "slowest sync, seconds",
+    "step_seconds": "step, seconds (median)",
+    "oracle": "oracle (largest)",
+    "peak_bytes": "peak, GB (PSS)",
+    "load": "load",
+}
 
 
 class Memory:
@@ -101,7 +124,14 @@ def environment(folder: Path) -> str:
 def run(side: str, fault: str, python: str, folder: Path, assets: Path) -> dict[str, Any]:
     """One job, and what came of it."""
     path = os.pathsep.join([str(FAULT), str(folder / "stub")])
-    env = {"MIDSYNC_FAULT": fault.replace("none", ""), "PYTHONPATH": path}
+    notes = folder / f"{side}-{fault}.notes"
+    notes.mkdir()
+    env = {
+        "MIDSYNC_FAULT": fault.replace("none", ""),
+        "MIDSYNC_NOTES": str(notes),
+        "MIDSYNC_ANSWERS": str(2 * ANSWERS),
+        "PYTHONPATH": path,
+    }
     if side == "stock":
         env["MIDSYNC_UNPACKED"] = "1"
     memory = Memory()
@@ -118,6 +148,7 @@ def run(side: str, fault: str, python: str, folder: Path, assets: Path) -> dict[
         watch=memory.look,
     )
     seconds = time.monotonic() - began
+    ended = time.time()
     (folder / f"{side}-{fault}.log".replace(" ", "-")).write_text(job.output)
     steps = job.steps
     hung = "the job took more than" in job.output
@@ -126,12 +157,21 @@ def run(side: str, fault: str, python: str, folder: Path, assets: Path) -> dict[
         seen = [step[name] for step in steps if name in step]
         return statistics.median(seen) if seen else None
 
+    made = sum(int(one.read_text()) for one in notes.glob("tokens-*"))
+    trained = round(sum(step["response_length/mean"] * ANSWERS for step in steps))
+    fell = notes / "fault"
+    if fault != "none" and not fell.exists():
+        raise RuntimeError(f"{side}: the fault {fault!r} never came:\n{job.output[-4000:]}")
     oracle = [step.get("training/rollout_probs_diff_max", float("nan")) for step in job.steps]
     return {
         "side": side,
         "fault": fault,
         "steps": len(job.steps),
         "end": "went on" if job.code == 0 else "hung" if hung else "died",
+        "tokens_made": made,
+        "tokens_lost": made - trained,
+        "stalled_seconds": stalled([step["timing_s/step"] for step in steps[1:]], job.code == 0),
+        "seconds_after_fault": round(ended - fell.stat().st_mtime, 1) if fell.exists() else None,
         "seconds": round(seconds, 1),
         "step_seconds": median("timing_s/step"),
         "sync_seconds": median("timing_s/update_weights"),
@@ -145,6 +185,32 @@ def run(side: str, fault: str, python: str, folder: Path, assets: Path) -> dict[
     }
 
 
+def stalled(steps: list[float], went_on: bool) -> float | None:
+    """Seconds of the slowest step over the median of all; None: for good."""
+    return round(max(steps) - statistics.median(steps), 2) if went_on and steps else None
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows as Markdown, as docs/benchmarks.md has them."""
+    lines = [f"| {' | '.join(HEADER.values())} |", "|---" * len(HEADER) + "|"]
+    for row in rows:
+        told = {name: _cell(name, row[name]) for name in HEADER}
+        if row["end"] != "went on":
+            told["stalled_seconds"] = f"for good (ended after {row['seconds_after_fault']:g})"
+        lines.append(f"| {' | '.join(told.values())} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name == "peak_bytes":
+        return f"{value / 1e9:.1f}"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+
+
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     chosen = [tuple(text.split(":")) for text in sys.argv[2:]] or [
@@ -153,7 +219,8 @@ def main() -> None:
         for side in SIDES
         if fault == "none" or side != "hotbunk, sleeping"
     ]
-    rows = []
+    # What was measured before, and is not asked for now, stays.
+    rows = json.loads(out.read_text()) if out is not None and out.exists() else []
     with tempfile.TemporaryDirectory(prefix="verl-vs-stock-") as name:
         folder = Path(name)
         python = environment(folder)
@@ -165,10 +232,13 @@ def main() -> None:
             check=True,
         )
         for side, fault in chosen:
-            rows.append(run(side, fault, python, folder, assets))
-            print(json.dumps(rows[-1]), flush=True)
+            row = run(side, fault, python, folder, assets)
+            print(json.dumps(row), flush=True)
+            rows = [one for one in rows if (one["side"], one["fault"]) != (side, fault)]
+            rows = sorted([*rows, row], key=lambda one: FAULTS.index(one["fault"]))
             if out is not None:
                 out.write_text(json.dumps(rows, indent=1))
+                out.with_suffix(".md").write_text(table(rows))
                 for log in folder.glob("*.log"):
                     (out.parent / log.name).write_text(log.read_text())
 

@@ -80,6 +80,36 @@ def test_engines_and_servers_die_at_any_time(
     assert sum(map(sum, replaced)) >= len(died), replaced
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_engines_die_between_local_updates_too(
+    jobs: ModuleType, assets: Path, tmp_path: Path
+) -> None:
+    """Two trainer steps a sync, two engines: who is left goes on until the sync that replaces the dead."""
+    job = jobs.run(
+        assets,
+        "+verl=[separate_async,cpu,tiny]",
+        "+hotbunk.setup=hotbunk_deaths:arm",
+        "trainer.v1.separate_async.parameter_sync_step=2",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        "actor_rollout_ref.actor.optim.lr=0",
+        steps=6,
+        seconds=800,
+        env={"HOTBUNK_DEATHS": str(tmp_path), "HOTBUNK_DEATHS_DUE": "engine,actor"},
+    )
+    assert {one.name for one in tmp_path.iterdir()} == {"engine", "actor"}, jobs.explain(job)
+    assert len(job.steps) == 6, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column(ORACLE)) <= EXACT
+    assert job.column("checkpoint_engine/committed") == [2] * 6
+    replaced = (
+        job.column("checkpoint_engine/healed"),
+        job.column("checkpoint_engine/failed_attempts"),
+    )
+    assert sum(map(sum, replaced)) >= 2, replaced
+
+
 ADAPTER = (
     "actor_rollout_ref.model.lora_rank=4",
     "actor_rollout_ref.model.lora_alpha=8",

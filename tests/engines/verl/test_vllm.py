@@ -79,3 +79,33 @@ def test_an_adapter_reaches_vllm_apart_from_its_base(jobs: ModuleType, assets: P
     assert max(job.column("training/rollout_probs_diff_max")) <= 1e-6
     sent = job.column("checkpoint_engine/bytes")
     assert sent == [4 * 2 * 8 * ((64 + 64) + (64 + 32) + (128 + 64))] * 3
+
+
+@pytest.mark.slow
+def test_vllm_and_its_server_die_at_any_time(
+    jobs: ModuleType, assets: Path, tmp_path: Path
+) -> None:
+    """vLLM's own core in the middle of an answer, then the process around it, its server's actor, and one
+    that sleeps. What died is replaced, and the answers go on."""
+    due = ("core", "engine", "actor", "asleep")
+    job = jobs.run(
+        assets,
+        "+verl=[grpo,vllm,cpu,tiny]",
+        f"hotbunk.rollout_python={VLLM}",
+        "+hotbunk.setup=hotbunk_deaths:arm",
+        "actor_rollout_ref.actor.optim.lr=0",
+        "actor_rollout_ref.rollout.max_num_seqs=32",
+        steps=8,
+        seconds=800,
+        env={"HOTBUNK_DEATHS": str(tmp_path), "HOTBUNK_DEATHS_DUE": ",".join(due)},
+    )
+    assert {one.name for one in tmp_path.iterdir()} == set(due), jobs.explain(job)
+    assert len(job.steps) == 8, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    assert max(job.column("training/rollout_probs_diff_max")) <= 1e-6
+    assert job.column("checkpoint_engine/committed") == [1] * 8
+    replaced = (
+        job.column("checkpoint_engine/healed"),
+        job.column("checkpoint_engine/failed_attempts"),
+    )
+    assert sum(map(sum, replaced)) >= len(due), replaced

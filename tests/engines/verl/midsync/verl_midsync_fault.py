@@ -1,7 +1,11 @@
-"""A fault in the middle of a weight sync of a verl job, whoever does the sync; loaded by verl's entry points.
+"""A fault in a verl job, whoever does its syncs, and a count of its tokens; loaded by verl's and vLLM's entry points.
 
 ``MIDSYNC_FAULT=raise``: the trainer's walk over its weights raises after two tensors. ``kill``: there the
-vLLM engine core is killed. Once, in the first walk after the second optimizer step. Unset: nothing.
+vLLM engine core is killed. Once, in the first walk after the second optimizer step. ``answer``: the core is
+killed in the middle of the responses of a step, after ``MIDSYNC_ANSWERS`` others. Unset: nothing.
+
+``MIDSYNC_NOTES``: a folder for ``tokens-PID``, how many tokens vLLM gave out in that process, on whoever's
+behalf, and ``fault``, written when the fault comes.
 
 ``unpacked`` is for vLLM on CPUs, under verl's own rollout: its packed layers lose what verl's loader needs.
 """
@@ -17,7 +21,20 @@ from typing import Any
 
 WHERE = "verl.workers.engine.fsdp.transformer_impl"
 FAULT = os.environ.get("MIDSYNC_FAULT", "")
+NOTES = os.environ.get("MIDSYNC_NOTES", "")
 AFTER = 2  # optimizer steps
+BEGUN = 20  # tokens of a step's responses, before the engine core is killed in the middle of them
+
+
+def note_fault() -> bool:
+    """Whether it is the first: written down for all of the job's processes."""
+    if not NOTES:
+        return True
+    try:
+        Path(NOTES, "fault").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def kill_engine() -> None:
@@ -50,6 +67,7 @@ def arm() -> None:
         for n, one in enumerate(named):
             if n == 2 and state["steps"] >= AFTER and not state["done"]:
                 state["done"] = True
+                note_fault()
                 if FAULT == "raise":
                     raise RuntimeError("the trainer failed in the middle of a sync")
                 kill_engine()
@@ -66,7 +84,34 @@ def unpacked() -> None:
         ops._supports_onednn = False
 
 
-if FAULT:
+def counted() -> None:
+    """Count what vLLM gives out, in the process that asked its core for it."""
+    if not NOTES:
+        return
+    import vllm.v1.engine.output_processor as outputs
+
+    processor: Any = outputs.OutputProcessor
+    if getattr(processor.process_outputs, "counts", False):
+        return  # vLLM loads its plugins more than once
+    process = processor.process_outputs
+    seen = {"tokens": 0, "answers": 0, "since": 0}
+    answers = int(os.environ.get("MIDSYNC_ANSWERS", "0"))
+
+    def processed(self: Any, given: Any, *args: Any, **kw: Any) -> Any:
+        for one in given:
+            seen["tokens"] += len(one.new_token_ids)
+            seen["answers"] += one.finish_reason is not None
+            seen["since"] += len(one.new_token_ids) if seen["answers"] >= answers else 0
+        Path(NOTES, f"tokens-{os.getpid()}").write_text(str(seen["tokens"]))
+        if FAULT == "answer" and seen["since"] >= BEGUN and note_fault():
+            kill_engine()
+        return process(self, given, *args, **kw)
+
+    processed.counts = True  # type: ignore[attr-defined]
+    processor.process_outputs = processed
+
+
+if FAULT in ("raise", "kill"):
     from hotbunk.trainer_hooks.verl.late import when_loaded
 
     when_loaded(WHERE, arm)
