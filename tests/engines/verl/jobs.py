@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -141,16 +142,21 @@ def _shared_memory() -> set[str]:
 
 
 def _unlink_orphans(names: set[str]) -> None:
-    """What killed processes leave there. Another job's may be among the new ones: those are mapped."""
-    mapped = ""
+    """What killed processes leave there. Another job's may be among the new ones: those are mapped.
+
+    By inode: who made a semaphore has it mapped under another name, which is gone.
+    """
+    mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            mapped += maps.read_text()
+            mapped |= {line.split()[4] for line in maps.read_text().splitlines() if "/shm/" in line}
         except OSError:
             continue
     for name in names:
-        if name.startswith(("psm_", "sem.mp-")) and name not in mapped:
-            Path("/dev/shm", name).unlink(missing_ok=True)
+        path = Path("/dev/shm", name)
+        with contextlib.suppress(FileNotFoundError):
+            if name.startswith(("psm_", "sem.mp-")) and str(path.stat().st_ino) not in mapped:
+                path.unlink()
 
 
 def _tell(
