@@ -57,6 +57,7 @@ from hotbunk.rollout.contract import (
 from hotbunk.rollout.errors import HotbunkError
 from hotbunk.rollout.kernels import as_bytes
 from hotbunk.rollout.registry import create_backend
+from hotbunk.rollout.status import Deadlines
 
 # vLLM's attention on CPUs takes heads of 32 and more.
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -77,6 +78,8 @@ class VllmUnderTest(BackendUnderTest):
     long_tokens = 200
     endless_tokens = 900  # of two engine cores one may be done before the other has begun
     case_deadline = 360.0  # two workers and a busy machine: an engine may start in it
+    # Who is held while long requests drain must not run out of time because the machine is busy.
+    deadlines = Deadlines(hold=10.0, drain=20.0, memory=20.0, update=20.0, inspect=2.0, grace=2.0)
     one_loop = True
 
     def __init__(

@@ -132,15 +132,16 @@ def test_an_adapter_reaches_the_engine_apart_from_its_base(jobs: ModuleType, ass
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-def test_a_merged_adapter_of_two_trainer_ranks_reaches_both_replicas(
-    jobs: ModuleType, assets: Path
+@pytest.mark.parametrize("merged", [True, False], ids=["merged", "apart"])
+def test_an_adapter_of_two_trainer_ranks_reaches_both_replicas(
+    merged: bool, jobs: ModuleType, assets: Path
 ) -> None:
     """FSDP2 over two ranks, each with an engine beside it; weights in the type they are trained in."""
     job = jobs.run(
         assets,
         "+verl=[grpo,cpu,tiny]",
         *ADAPTER,
-        "actor_rollout_ref.model.lora.merge=true",
+        f"actor_rollout_ref.model.lora.merge={str(merged).lower()}",
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=hotbunk_collective",
         steps=3,
@@ -150,6 +151,8 @@ def test_a_merged_adapter_of_two_trainer_ranks_reaches_both_replicas(
     assert job.code == 0, jobs.explain(job)
     assert max(job.column(ORACLE)) <= EXACT
     assert job.column("checkpoint_engine/committed") == [2] * 3
+    if not merged:
+        assert job.column("checkpoint_engine/bytes") == [2 * ADAPTER_BYTES] * 3
 
 
 @pytest.mark.slow

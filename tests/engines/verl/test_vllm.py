@@ -109,3 +109,40 @@ def test_vllm_and_its_server_die_at_any_time(
         job.column("checkpoint_engine/failed_attempts"),
     )
     assert sum(map(sum, replaced)) >= len(due), replaced
+
+
+@pytest.mark.slow
+def test_a_judge_over_vllm_takes_turns_with_the_policy(jobs: ModuleType, assets: Path) -> None:
+    """A generative reward model with pins of its own on the policy's device: it sleeps at level 1, and its
+    weights come back by themselves. Validation is judged, too."""
+    judge, manager = "reward.reward_model", "reward.reward_manager"
+    judging = Path(__file__).with_name("judging.py")
+    job = jobs.run(
+        assets,
+        "+verl=[ppo,cpu,tiny]",
+        f"{judge}.enable=true",
+        f"{judge}.model_path={assets / 'model'}",
+        f"{judge}.rollout.name=hotbunk_vllm",
+        f"+{judge}.rollout.custom.hotbunk.rollout_python={VLLM}",
+        f"{judge}.rollout.tensor_model_parallel_size=1",
+        f"{judge}.rollout.dtype=float32",
+        f"{judge}.rollout.prompt_length=128",
+        f"{judge}.rollout.response_length=16",
+        f"{judge}.rollout.max_num_seqs=32",
+        f"{manager}.source=importlib",
+        f"{manager}.name=Judging",
+        f"{manager}.module.path={judging}",
+        "trainer.val_before_train=true",
+        "data.val_max_samples=4",
+        steps=3,
+        seconds=800,
+    )
+    validated = job.steps[:1]
+    assert len(job.steps) == 4, jobs.explain(job)
+    assert job.code == 0, jobs.explain(job)
+    trained = job.steps[1:]
+    assert max(one["training/rollout_probs_diff_max"] for one in trained) <= 1e-6
+    assert [one["checkpoint_engine/committed"] for one in trained] == [1] * 3
+    assert "the judge said" in job.output
+    assert all(1 / 7 <= one["val-core/tiny/reward/mean@1"] <= 1 for one in validated)
+    assert all(1 / 7 <= one["critic/score/mean"] <= 1 for one in trained)
