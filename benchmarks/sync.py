@@ -43,6 +43,7 @@ from hotbunk.rollout.memory import NativePool
 MIB = 1 << 20
 REPEATS = 5
 BUCKET = 32 * MIB  # ours, the default; `shm` packs less where that fits the cache
+PATIENCE = 60.0  # seconds to wait in all, for each set of weights, until nothing else works
 _IDLE = 0.05  # of all processors' time
 PEER_BUCKET = 64 * MIB  # faster for the peer than its default of 512
 # About a billion parameters in bf16: 16 layers, 2048 wide; 2 GiB.
@@ -157,7 +158,7 @@ class _Pair:
             peers["vLLM's reload_weights"] = self._vllm()
         calls = [*ways.values(), *peers.values(), limit.run]
         # Ray's daemons are still starting, and free what they held after each of its turns.
-        seconds = in_turns(calls, REPEATS, before=_quiet)
+        seconds = in_turns(calls, REPEATS, before=_Quiet())
         rates = [[self.nbytes / s / 1e9 for s in each] for each in seconds]
         top = median(rates.pop())
         others = dict(zip(peers, rates[len(ways) :], strict=True))
@@ -292,15 +293,20 @@ class _Pair:
         _answer(self._pipe)
 
 
-def _quiet(seconds: float = 60.0) -> None:
-    """Wait until the processors are idle, or as many seconds."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        busy, whole = _processors()
-        time.sleep(0.5)
-        busy_then, whole_then = _processors()
-        if busy_then - busy <= _IDLE * (whole_then - whole):
-            return
+class _Quiet:
+    """Called, it waits until the processors are idle; for ``PATIENCE`` in all, and then no more."""
+
+    def __init__(self) -> None:
+        self._left = PATIENCE
+
+    def __call__(self) -> None:
+        while self._left > 0:
+            busy, whole = _processors()
+            time.sleep(0.5)
+            self._left -= 0.5
+            busy_then, whole_then = _processors()
+            if busy_then - busy <= _IDLE * (whole_then - whole):
+                return
 
 
 def _processors() -> tuple[float, float]:

@@ -98,12 +98,12 @@ async def test_frozen_requests_go_on_and_aborted_ones_end(
 ) -> None:
     handle = await process()
     prompt = kit.prompts(1)[0]
-    stream = handle.generate(kit.request(prompt, 60, name="a"))
+    stream = handle.generate(kit.request(prompt, 200, name="a"))
     begun = await kit.first_tokens(stream, 5)
     assert (await handle.pause_generation(PauseMode.KEEP)).frozen == ("a",)
     await handle.resume_generation()
     rest = await collect(stream)
-    assert [*begun, *rest.token_ids] == kit.golden(tiny(), prompt, 60)
+    assert [*begun, *rest.token_ids] == kit.golden(tiny(), prompt, 200)
     running = asyncio.create_task(kit.complete(handle, prompt, 200, name="b"))
     await running_one(handle)
     assert (await handle.abort()).aborted == ("b",)

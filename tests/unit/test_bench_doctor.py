@@ -146,6 +146,7 @@ def test_syncs_are_timed_against_their_peers_and_written_down(
 
     monkeypatch.setattr(bench_sync, "SIZES", {"small": [(64, 33), (7,)]})
     monkeypatch.setattr(bench_sync, "REPEATS", 1)
+    monkeypatch.setattr(bench_sync, "PATIENCE", 1.0)
     out = tmp_path / "sync.json"
     done = CliRunner().invoke(app, ["bench", "sync", "--json", str(out)])
     assert done.exit_code == 0, done.output
