@@ -71,7 +71,7 @@ class VllmEngine(Face[Stream]):
         self.capabilities = declared(options)
         self.grid = options.grid
         self._llm: Any = None
-        self._stats = Stats()
+        self._stats = Stats(options.grid.data)
         idle = self._pause_idle if CORE_PAUSE in installed() else None
         self._flight: Flight[Stream] = Flight(lambda: self.llm, self._silenced, idle)
         self._silent = ""  # why nothing is asked of its core any more

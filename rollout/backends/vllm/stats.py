@@ -1,4 +1,4 @@
-"""What an engine core does, counted as its outputs come."""
+"""What the engine cores of one engine do, counted as their outputs come."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ from typing import Any
 
 
 class Stats:
-    """A stat logger of vLLM's shape: counts the core's steps."""
+    """A stat logger of vLLM's shape: counts the steps of all ``cores``, which hold as many blocks each."""
 
-    def __init__(self) -> None:
+    def __init__(self, cores: int = 1) -> None:
         self.steps = 0
-        self.kv_usage = 0.0
         self.preemptions = 0
+        self._cores = cores
+        self._usage: dict[int, float] = {}
 
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        """Called once an output of the engine core."""
+    @property
+    def kv_usage(self) -> float:
+        """Of the blocks of all cores together, as each said last."""
+        return sum(self._usage.values()) / self._cores
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, *_: Any, engine_idx: int = 0, **__: Any
+    ) -> None:
+        """Called once an output of an engine core."""
         self.steps += 1
         if scheduler_stats is not None:
-            self.kv_usage = scheduler_stats.kv_cache_usage
+            self._usage[engine_idx] = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self.preemptions += iteration_stats.num_preempted_reqs
 

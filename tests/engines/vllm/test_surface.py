@@ -6,12 +6,16 @@ import inspect
 import json
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
+from vllm.v1.metrics.stats import SchedulerStats
 
 from hotbunk.rollout import errors, native
 from hotbunk.rollout.backends.vllm import compat, declared, options
 from hotbunk.rollout.backends.vllm.options import VllmOptions
+from hotbunk.rollout.backends.vllm.stats import Stats
 from hotbunk.rollout.contract import Retention
 from hotbunk.rollout.registry import create_backend
 
@@ -97,3 +101,17 @@ def test_capabilities_follow_the_device_the_surface_and_the_options(
     assert older.release
     assert not older.release_kv_cache
     assert compat.KV_ALONE in older.release_kv_cache.how
+
+
+def test_kv_in_use_is_that_of_all_engine_cores() -> None:
+    """Blocks are counted over all of them, so one that is empty must not speak for the others."""
+    stats = Stats(2)
+    config: Any = None
+    logger = PerEngineStatLoggerAdapter(config, [0, 1], lambda *_: stats)  # type: ignore[arg-type]
+    logger.record(SchedulerStats(kv_cache_usage=0.5), None, engine_idx=0)
+    assert stats.kv_usage == 0.25  # the other has said nothing yet
+    logger.record(SchedulerStats(kv_cache_usage=0.0), None, engine_idx=1)
+    assert stats.kv_usage == 0.25
+    logger.record(SchedulerStats(kv_cache_usage=0.1), None, engine_idx=1)
+    assert stats.kv_usage == pytest.approx(0.3)
+    assert stats.steps == 3
