@@ -10,8 +10,8 @@ cannot on CPUs; a third row has hotbunk's sleep. With OUT.json, its table is wri
 
 Tokens lost are those that vLLM gave out, counted in its own output processor on either side, less those of the
 responses of the steps that verl completed. Seconds stalled are what the slowest step after the first took more
-than their median; a job that did not go on is stalled for good, and how long after the fault it ended is told. OUT.json keeps the rows of other
-SIDE:FAULTs.
+than their median; a job that did not go on is stalled for good, and how long after the fault it ended is told.
+OUT.json keeps the rows of other SIDE:FAULTs.
 """
 
 from __future__ import annotations

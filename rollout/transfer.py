@@ -116,6 +116,12 @@ class Bucket(msgspec.Struct, frozen=True):
     entries: tuple[BucketEntry, ...]
 
 
+# What :meth:`Transfer.take` is given.
+Write = Callable[[Bucket], None]
+Begin = Callable[[], Awaitable[None]]
+Run = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
 class Transfer(ABC):
     """One receiver rank's side of one sync: accept, take buckets, compare, vote.
 
@@ -145,11 +151,7 @@ class Transfer(ABC):
         """
 
     async def take(
-        self,
-        write: Callable[[Bucket], None],
-        *,
-        begin: Callable[[], Awaitable[None]] | None = None,
-        run: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread,
+        self, write: Write, *, begin: Begin | None = None, run: Run = asyncio.to_thread
     ) -> None:
         """Take every bucket of :meth:`buckets`, in order, each written in a thread.
 

@@ -26,3 +26,8 @@ async def uncut(call: Awaitable[T], stop: Callable[[], None] | None = None) -> T
         if not future.cancelled():
             future.exception()  # taken note of: whoever waited is gone
         raise
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run it in a thread, :func:`uncut`: nothing may write once this has ended."""
+    return await uncut(asyncio.to_thread(work))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from hotbunk.rollout.contract import ArenaHandle, Bucket, ReceiverLayout, Transfer
 from hotbunk.rollout.errors import SessionError
+from hotbunk.rollout.transfer import Begin, Run, Write
 
 
 class WatchedTransfer(Transfer):
@@ -48,11 +48,7 @@ class WatchedTransfer(Transfer):
         self.drained = True
 
     async def take(
-        self,
-        write: Callable[[Bucket], None],
-        *,
-        begin: Callable[[], Awaitable[None]] | None = None,
-        run: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread,
+        self, write: Write, *, begin: Begin | None = None, run: Run = asyncio.to_thread
     ) -> None:
         if not self.accepted:
             raise SessionError("buckets were asked for before the update was accepted")

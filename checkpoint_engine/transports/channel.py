@@ -106,12 +106,9 @@ class Channel:
             sense.
         """
         body = await self._frame(most)
-        try:
-            if len(body) > _LARGE:
-                return await asyncio.to_thread(decoder.decode, body)
-            return decoder.decode(body)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise TransferFailed(f"a frame that makes no sense: {error}") from error
+        if len(body) > _LARGE:
+            return await asyncio.to_thread(_decoded, decoder, body)
+        return _decoded(decoder, body)
 
     def receive_now(self, decoder: msgspec.msgpack.Decoder[T], seconds: float) -> T | None:
         """The next message if it comes within a time; for a thread, while no task reads.
@@ -119,17 +116,17 @@ class Channel:
         :raises TransferFailed: as :meth:`receive`.
         """
         until = time.monotonic() + seconds
+        number = self._sock.fileno()
+        if number < 0:
+            raise TransferFailed("this end of the connection was closed")
         poll = select.poll()
-        poll.register(self._sock.fileno(), select.POLLIN)
+        poll.register(number, select.POLLIN)
         while (body := self._whole(FRAME_BYTES)) is None:
             if not self._read():
                 left = until - time.monotonic()
                 if left <= 0 or not poll.poll(max(1, left * 1000)):
                     return None
-        try:
-            return decoder.decode(body)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise TransferFailed(f"a frame that makes no sense: {error}") from error
+        return _decoded(decoder, body)
 
     def claim(self) -> int | None:
         """The descriptor that came with the frames read so far; it is the caller's now."""
@@ -233,3 +230,10 @@ class Channel:
 def _set(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise TransferFailed(f"a frame that makes no sense: {error}") from error

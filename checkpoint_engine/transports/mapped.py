@@ -10,9 +10,8 @@ import asyncio
 import os
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
@@ -33,6 +32,7 @@ from hotbunk.checkpoint_engine.transports.receiving import ReceivingTransfer, gr
 from hotbunk.rollout.contract import ArenaHandle, Bucket, BucketEntry, ReceiverLayout, Ticket
 from hotbunk.rollout.errors import TransferFailed
 from hotbunk.rollout.native_kernels import beside
+from hotbunk.rollout.transfer import Begin, Run, Write
 from hotbunk.rollout.uncut import uncut
 
 LARGEST = 1 << 44  # bytes; a bucket above this is a broken message
@@ -122,11 +122,7 @@ class MappedTransfer(ReceivingTransfer):
                 os.close(fd)
 
     async def take(
-        self,
-        write: Callable[[Bucket], None],
-        *,
-        begin: Callable[[], Awaitable[None]] | None = None,
-        run: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread,
+        self, write: Write, *, begin: Begin | None = None, run: Run = asyncio.to_thread
     ) -> None:
         await self.begun()
         said: FromSender | None = None
@@ -169,9 +165,7 @@ class _Row:
     Nobody else uses the channel while :meth:`run` is in its thread.
     """
 
-    def __init__(
-        self, transfer: MappedTransfer, write: Callable[[Bucket], None], first: Full
-    ) -> None:
+    def __init__(self, transfer: MappedTransfer, write: Write, first: Full) -> None:
         self.failed: TransferFailed | None = None
         self._transfer = transfer
         self._write = write

@@ -40,6 +40,7 @@ from hotbunk.rollout.process.spec import ReplicaSpec
 from hotbunk.rollout.process.verbs import RANK_VERBS
 from hotbunk.rollout.process.wire_errors import to_wire
 from hotbunk.rollout.registry import open_transfer
+from hotbunk.rollout.transfer import Begin, Run, Write
 
 ACCEPT, WRITE, COMMIT = "accept", "write", "commit"
 
@@ -193,11 +194,7 @@ class _WithBarriers(Transfer):
             yield bucket
 
     async def take(
-        self,
-        write: Callable[[Bucket], None],
-        *,
-        begin: Callable[[], Awaitable[None]] | None = None,
-        run: Callable[[Callable[[], Any]], Awaitable[Any]] = asyncio.to_thread,
+        self, write: Write, *, begin: Begin | None = None, run: Run = asyncio.to_thread
     ) -> None:
         if self._in_place:
             await self._barrier(WRITE, Said())

@@ -23,7 +23,7 @@ from hotbunk.rollout.backends.vllm.bank import AdapterBank
 from hotbunk.rollout.backends.vllm.landing import Landing
 from hotbunk.rollout.backends.vllm.parked import Counted, Own, Parked
 from hotbunk.rollout.backends.vllm.transfer_engine import HotbunkWeightTransferEngine
-from hotbunk.rollout.backends.vllm.weights import landed, uncut
+from hotbunk.rollout.backends.vllm.weights import landed
 from hotbunk.rollout.contract import (
     FULL,
     NATIVE,
@@ -53,6 +53,7 @@ from hotbunk.rollout.process.messages import Ping, Pong, Ready, ToChild
 from hotbunk.rollout.process.rank import Asking, RankTarget
 from hotbunk.rollout.process.service import Service
 from hotbunk.rollout.process.verbs import RANK_VERBS
+from hotbunk.rollout.uncut import in_thread
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class WorkerEngine(Engine):
 
     async def resume(self, tags: Collection[str] | None = None) -> MemoryReport:
         wanted = parse_tags(tags)
-        return await uncut(lambda: self._memory.resume(wanted))
+        return await in_thread(lambda: self._memory.resume(wanted))
 
     async def resume_kv_cache(self) -> MemoryReport:
         return await self.resume([Tag.KV_CACHE])
@@ -109,7 +110,7 @@ class WorkerEngine(Engine):
         keep_kv: bool = False,
     ) -> MemoryReport:
         wanted = parse_tags(tags)
-        return await uncut(lambda: self._release(wanted, retention, overrides or {}))
+        return await in_thread(lambda: self._release(wanted, retention, overrides or {}))
 
     def _release(
         self, tags: Collection[Tag], retention: Retention, overrides: Mapping[str, Retention]
@@ -145,10 +146,10 @@ class WorkerEngine(Engine):
 
     async def digest(self, names: Collection[str] | None = None) -> Digests:
         beside = None if self.adapters is None else self.adapters.tensors()
-        return await uncut(lambda: self.weights.digest(names, beside))
+        return await in_thread(lambda: self.weights.digest(names, beside))
 
     async def memory(self) -> MemoryReport:
-        return await uncut(self._memory.memory)
+        return await in_thread(self._memory.memory)
 
     @contextmanager
     def _session(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -39,15 +38,10 @@ from hotbunk.rollout.fingerprint import KIND
 from hotbunk.rollout.intake import check_offer
 from hotbunk.rollout.kernels import fingerprint
 from hotbunk.rollout.memory import NativeArena
-from hotbunk.rollout.uncut import uncut as ended
+from hotbunk.rollout.uncut import in_thread
 
 T = TypeVar("T")
 Session = Callable[[], AbstractContextManager[object]]
-
-
-async def uncut(work: Callable[[], T]) -> T:
-    """Run it in a thread; cancelled, it is waited for: nothing may write once this has ended."""
-    return await ended(asyncio.to_thread(work))
 
 
 class Weights:
@@ -96,7 +90,7 @@ class Weights:
         manifest = transfer.manifest
         open_groups(manifest, scope)
         check_offer(manifest, self._known, self._required)
-        layout, slots = await uncut(lambda: self._places(manifest.tensors))
+        layout, slots = await in_thread(lambda: self._places(manifest.tensors))
         arena = None
         places = layout.tensors.values()
         if all(place.offset >= 0 or not math.prod(place.shape) for place in places):
@@ -166,7 +160,7 @@ async def landed(
 
         async def first() -> None:
             nonlocal landing
-            landing = await uncut(begin)
+            landing = await in_thread(begin)
 
         def write(bucket: Bucket) -> None:
             assert landing is not None, "begun before the first write"
@@ -174,10 +168,10 @@ async def landed(
 
         await transfer.take(write, begin=first)
         if landing is None:  # an update without a byte is one, too
-            landing = await uncut(begin)
-        applied = await uncut(landing.finish)
+            landing = await in_thread(begin)
+        applied = await in_thread(landing.finish)
         expected = dict(await transfer.fingerprints())
-        wrong = await uncut(partial(landing.differing, expected)) if expected else []
+        wrong = await in_thread(partial(landing.differing, expected)) if expected else []
         if wrong:
             raise errors.VerifyFailed(wrong)
     await transfer.commit()

@@ -59,6 +59,23 @@ async def opened(transport: ShmTransport, shm: Any) -> tuple[Any, Any, Transfer,
     return offer, serving, transfer, Taken(transfer.manifest)
 
 
+async def taking_two(
+    transfer: Transfer, taken: Taken
+) -> tuple[asyncio.Task[None], threading.Event]:
+    """Taking, in the middle of writing its second bucket until the event is set."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    def write(bucket: Bucket) -> None:
+        taken.write(bucket)
+        if taken.buckets == 2:
+            inside.set()
+            assert go_on.wait(10)
+
+    taking = asyncio.create_task(transfer.take(write))
+    await asyncio.to_thread(inside.wait, 10)
+    return taking, go_on
+
+
 async def test_every_bucket_is_written_in_one_thread_and_begun_once(
     transport: ShmTransport, shm: Any
 ) -> None:
@@ -129,16 +146,7 @@ async def test_cancelled_it_ends_after_the_write_under_way(
     transport: ShmTransport, shm: Any
 ) -> None:
     offer, serving, transfer, taken = await opened(transport, shm)
-    inside, go_on = threading.Event(), threading.Event()
-
-    def write(bucket: Bucket) -> None:
-        taken.write(bucket)
-        if taken.buckets == 2:
-            inside.set()
-            assert go_on.wait(10)
-
-    taking = asyncio.create_task(transfer.take(write))
-    await asyncio.to_thread(inside.wait, 10)
+    taking, go_on = await taking_two(transfer, taken)
     taking.cancel()
     await asyncio.sleep(0.05)
     assert not taking.done(), "the bucket is still lent"
@@ -156,16 +164,7 @@ async def test_a_sender_that_ends_it_meanwhile_is_heard(
     how: str, transport: ShmTransport, shm: Any
 ) -> None:
     offer, serving, transfer, taken = await opened(transport, shm)
-    inside, go_on = threading.Event(), threading.Event()
-
-    def write(bucket: Bucket) -> None:
-        taken.write(bucket)
-        if taken.buckets == 2:
-            inside.set()
-            assert go_on.wait(10)
-
-    taking = asyncio.create_task(transfer.take(write))
-    await asyncio.to_thread(inside.wait, 10)
+    taking, go_on = await taking_two(transfer, taken)
     if how == "left out":
         await offer.drop(0)
     elif how == "closed":
@@ -252,6 +251,8 @@ async def test_a_message_that_a_socket_cannot_take_whole_is_not_lost() -> None:
     with pytest.raises(TransferFailed, match="gone"):
         receiver.receive_now(from_sender, 0.01)
     receiver.close()
+    with pytest.raises(TransferFailed, match="this end"):  # a thread that was given up comes back
+        receiver.receive_now(from_sender, 0.01)
 
 
 # -- how it is packed -------------------------------------------------------------------------
