@@ -25,6 +25,10 @@ def terminable() -> Iterator[None]:
         terminated = True
         signal.raise_signal(signal.SIGINT)
 
+    # A shell without job control has what it runs in the background ignore SIGINT, and so would we.
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
@@ -34,3 +38,5 @@ def terminable() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)

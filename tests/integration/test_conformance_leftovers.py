@@ -123,12 +123,19 @@ def test_a_run_that_ends(backend: str, start: Callable[[str], Run]) -> None:
     assert run.left() == []
 
 
+@pytest.mark.parametrize("background", [False, True], ids=["", "background"])
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_is_ended(
-    number: signal.Signals, code: int, start: Callable[[str], Run]
+    number: signal.Signals, code: int, background: bool, start: Callable[[str], Run]
 ) -> None:
-    """In the middle of a case, with its ranks running."""
-    run = start("reference_process")
+    """In the middle of a case, with its ranks running. A shell's background jobs begin with SIGINT ignored."""
+    before = signal.signal(
+        signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler
+    )
+    try:
+        run = start("reference_process")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert until(lambda: len(run.processes()) > 3, 100), "its ranks did not start"
     run.process.send_signal(number)
     found, said = run.end()
