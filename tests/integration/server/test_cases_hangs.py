@@ -139,16 +139,20 @@ def test_two_clients_of_one_engine_pause_within_one_another(server: Any) -> None
 def test_ranks_pause_and_go_on_together(ranked: Any) -> None:
     """One rank woke on a stale word while others sat in a collective (H8)."""
     name = ranked.get("/v1/models")["data"][0]["id"]
-    running = [ranked.stream(f"{PROMPT} {n}", 900, model=name) for n in range(4)]
-    for one in running:
-        one.started()
     for round_ in range(10):
+        # New ones each time, which begin together: a fast engine is soon through with the first.
+        ranked.ok("/pause", mode="keep")
+        running = [ranked.stream(f"{PROMPT} {n}", 900, model=name) for n in range(4)]
+        ranked.until(lambda status: len(status["held"]) == 4)
+        ranked.ok("/resume")
+        for one in running:
+            one.started()
         told = ranked.ok("/pause", mode="keep", clear_cache=bool(round_ % 2))
         assert (told["ranks"], len(told["report"]["frozen"])) == (2, 4)
         ranked.ok("/resume")
-    ranked.ok("/abort_requests")
-    for one in running:
-        assert one.result().last["finish_reason"] == "abort"
+        ranked.ok("/abort_requests")
+        for one in running:
+            assert one.result().last["finish_reason"] == "abort"
 
 
 def test_a_frozen_request_whose_kv_went_is_computed_again(server: Any) -> None:
